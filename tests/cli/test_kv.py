@@ -88,13 +88,22 @@ def test_another_dtype_changes_bytes_but_not_times(prfaas: Run) -> None:
         assert theirs["t_prefill_s"] == ours["t_prefill_s"]
 
 
-def test_no_profile_no_times(prfaas: Run) -> None:
-    for arguments in (("kimi-k2",), ("ring-2.5-1t", "--gpus-per-instance", 4)):
-        (model,) = prfaas("kv", *arguments, "--json").json["models"]
-        assert model["egress_gbps"] is None
-        assert all(row["kv_bytes"] > 0 for row in model["lengths"])
-        assert all(row["t_prefill_s"] is None for row in model["lengths"])
-        assert all(row["source"].startswith("no prefill profile") for row in model["lengths"])
+def test_times_without_a_profile_are_estimated(prfaas: Run) -> None:
+    (model,) = prfaas("kv", "deepseek-v3", "--json").json["models"]
+    assert [row["tokens"] for row in model["lengths"]] == [1024, 8192, 32768, 131072]
+    assert all(row["t_prefill_s"] > 0 for row in model["lengths"])
+    assert all(row["source"].startswith("T_prefill estimated: ") for row in model["lengths"])
+    assert "estimated" in prfaas("kv", "deepseek-v3").out
+
+
+def test_no_times_where_the_model_does_not_fit(prfaas: Run) -> None:
+    arguments = ("kv", "ring-2.5-1t", "--gpus-per-instance", 4)
+    (model,) = prfaas(*arguments, "--json").json["models"]
+    assert model["egress_gbps"] is None
+    assert all(row["kv_bytes"] > 0 for row in model["lengths"])
+    assert all(row["t_prefill_s"] is None for row in model["lengths"])
+    assert all("do not fit into" in row["source"] for row in model["lengths"])
+    assert "unknown" in prfaas(*arguments).out
 
 
 def test_a_config_json(prfaas: Run, tmp_path: Path) -> None:
@@ -109,6 +118,12 @@ def test_a_config_json(prfaas: Run, tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "config.json"):
         (model,) = prfaas("kv", "--config", path, "--lengths", "100", "--json").json["models"]
         assert model["lengths"][0]["kv_bytes"] == 100 * 2 * 2 * (16 + 16) * 2
+        # Without its feed-forward layers and vocabulary, the model's work cannot be counted.
+        assert "cannot be estimated: " in model["lengths"][0]["source"]
+    config |= {"intermediate_size": 128, "vocab_size": 1000}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (model,) = prfaas("kv", "--config", tmp_path, "--lengths", "100", "--json").json["models"]
+    assert model["lengths"][0]["source"].startswith("T_prefill estimated: ")
 
 
 def test_the_table_for_people(prfaas: Run) -> None:

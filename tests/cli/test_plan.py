@@ -70,8 +70,8 @@ def test_a_sweep_over_names_and_absent_sections(prfaas: Run) -> None:
         "plan", CASE_STUDY, "--sweep", "scheduler.threshold_tokens=1000,40000", "--json"
     ).json
     assert [p["prfaas_pd"]["threshold_tokens"] for p in by_threshold["sweep"]] == [1000, 40000]
-    result = prfaas("plan", CASE_STUDY, "--sweep", "model.name=case-study-1t,kimi-k2")
-    assert result.code == 2 and "no profile of kimi-k2 on 8 x h20" in result.err
+    result = prfaas("plan", CASE_STUDY, "--sweep", "model.name=case-study-1t,kimi-k3")
+    assert result.code == 2 and "kimi-k3 on 8 x H200 SXM: " in result.err
 
 
 def test_tables_and_comparison_for_people(prfaas: Run) -> None:
@@ -102,10 +102,21 @@ def test_plots_are_written(prfaas: Run, tmp_path: Path) -> None:
     folder = tmp_path / "a" / "plots"
     sweep = "links.0.gbps=5,100"
     report = prfaas("plan", CASE_STUDY, "--sweep", sweep, "--plot", folder, "--json").json
-    names = ["fig2_kv_throughput.png", "fig5a_split.png", "fig5b_threshold.png", "sweep.png"]
+    names = ["fig2_kv_throughput.png", "fig5a_split.png", "fig5b_threshold.png"]
+    names += ["gain_map.png", "sweep.png"]
     assert report["plots"] == [str(folder / name) for name in names]
     for name in names:
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_map_shows_where_prfaas_begins_to_pay(prfaas: Run) -> None:
+    report = prfaas("plan", CASE_STUDY, "--map", "--json").json
+    assert report["map"]["own"]["over_homogeneous"] == pytest.approx(
+        report["ratios"]["prfaas_over_homogeneous"], rel=2e-3
+    )
+    text = prfaas("plan", CASE_STUDY, "--map").out
+    assert "pays from" in text and "3.5 Gbit/s" in text and "never" in text
+    assert "this deployment: 100 Gbit/s, 27,486 tokens per prompt" in text
 
 
 def test_a_trace_as_workload(prfaas: Run, tmp_path: Path) -> None:
@@ -153,6 +164,107 @@ def test_a_mixture_as_workload(prfaas: Run, tmp_path: Path) -> None:
     assert 0 < plan["prfaas_pd"]["offload_fraction"] < 0.5
 
 
+def on_estimates(tmp_path: Path, *changes: tuple[str, str]) -> Path:
+    """The case study's hardware with a model that has no profile on the H20."""
+    return edited(tmp_path, ('"case-study-1t"', '"qwen3-235b-a22b"'), *changes)
+
+
+def test_a_plan_from_estimates_has_ranges(prfaas: Run, tmp_path: Path) -> None:
+    path = on_estimates(tmp_path)
+    plan = prfaas("plan", path, "--json").json
+    assert [(e["cluster"], e["what"]) for e in plan["estimated"]] == [
+        ("pd", "prefill"),
+        ("pd", "decode"),
+    ]
+    assert all(e["provenance"].startswith("estimated: ") for e in plan["estimated"])
+    for name in ("lambda_max_rps", "threshold_tokens", "n_prefill", "ttft_p90_s"):
+        found = plan["ranges"][name]
+        assert found["low"] <= plan["prfaas_pd"][name] * 1.01 <= found["high"] * 1.03
+    gain = plan["ranges"]["prfaas_over_homogeneous"]
+    assert gain["low"] <= plan["ratios"]["prfaas_over_homogeneous"] <= gain["high"]
+    best = plan["narrow_with"]
+    assert best["cluster"] == "pd" and best["before"] == gain
+    assert best["command"].startswith("prfaas profile --url http://HOST:PORT --accelerator h20")
+    out = prfaas("plan", path).out
+    text = " ".join(out.split())
+    assert "the prefill times of qwen3-235b-a22b on 8 x h20 are estimated" in text
+    assert f"({gain['low']:.2f}-{gain['high']:.2f}) as many GPUs" in text
+    assert "The measurement that narrows this most: qwen3-235b-a22b on 8 x h20" in text
+
+
+def test_decode_that_is_estimated_too_slow_is_refused(prfaas: Run, tmp_path: Path) -> None:
+    result = prfaas("plan", on_estimates(tmp_path, ("per_s = 40", "per_s = 4000")))
+    assert result.code == 2
+    assert "slo.output_tokens_per_s: no decode batch gives 4000 tokens/s" in result.err
+    assert "the fastest estimated step, of batch 1, gives" in result.err
+
+
+def test_a_plan_from_profiles_has_no_ranges(prfaas: Run) -> None:
+    plan = prfaas("plan", CASE_STUDY, "--json").json
+    assert (plan["estimated"], plan["ranges"], plan["narrow_with"]) == ([], None, None)
+
+
+def test_a_measured_point_of_ones_own_recalibrates(prfaas: Run, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(
+        """
+        [[profiles]]
+        model = "qwen3-235b-a22b"
+        accelerator = "h20"
+        gpus = 8
+        status = "measured"
+        source = "our lab"
+        prefill = [{ new = 32768, seconds = 9.0 }]
+        """
+    )
+    without = prfaas("plan", on_estimates(tmp_path), "--json").json
+    path = on_estimates(tmp_path, ("[model]", 'catalog = ["mine.toml"]\n[model]'))
+    plan = prfaas("plan", path, "--json").json
+    errors = [p["estimated"][0]["log_error"] for p in (without, plan)]
+    assert errors[1] < errors[0]
+    assert "after known times of qwen3-235b-a22b on 8 x h20" in plan["estimated"][0]["provenance"]
+    assert plan["homogeneous"]["theta_rps"]["pd_p"] != without["homogeneous"]["theta_rps"]["pd_p"]
+
+
+def test_a_model_without_matrices_is_refused(prfaas: Run, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(
+        """
+        [[models]]
+        name = "mine"
+        layers = 4
+        status = "published"
+        source = "us"
+        [[models.groups]]
+        kind = "gqa"
+        layers = "all"
+        kv_heads = 4
+        k_dim = 128
+        v_dim = 128
+        """
+    )
+    changes = ("[model]", 'catalog = ["mine.toml"]\n[model]'), ('"case-study-1t"', '"mine"')
+    result = prfaas("plan", edited(tmp_path, *changes))
+    assert result.code == 2
+    assert "clusters.0.accelerator: the catalog does not have the matrices of mine" in result.err
+    assert "add [models.shape] to its entry" in result.err
+
+
+def test_a_config_json_is_estimated(prfaas: Run, tmp_path: Path) -> None:
+    config = {
+        "model_type": "qwen3",
+        **{"num_hidden_layers": 36, "hidden_size": 2560, "intermediate_size": 9728},
+        **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128},
+        "vocab_size": 151936,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = ('"case-study-1t"', '"mine"\nconfig = "config.json"')
+    plan = prfaas("plan", edited(tmp_path, model), "--json").json
+    assert [e["cluster"] for e in plan["estimated"]] == ["prfaas", "pd", "pd"]
+    del config["vocab_size"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = prfaas("plan", edited(tmp_path, model))
+    assert result.code == 2 and "config.json: vocab_size" in result.err
+
+
 def test_hardware_of_ones_own(prfaas: Run, tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(
         """
@@ -190,8 +302,8 @@ def test_hardware_of_ones_own(prfaas: Run, tmp_path: Path) -> None:
         ("gbps = 100", "gpbs = 100", "links.0.gpbs: unknown key; did you mean 'gbps'"),
         ('name = "case-study-1t"', 'name = "case"', "model.name: unknown model 'case'"),
         ('"h200"', '"h201"', "clusters.0.accelerator: unknown accelerator 'h201'; did you mean"),
-        ('"h200"', '"b200"', "clusters.0.accelerator: no profile of case-study-1t on 8 x b200"),
-        ("gpus_per_instance = 8", "gpus_per_instance = 4", "on 4 x h200"),
+        ('"h200"', '"groq-lp30"', "clusters.0.accelerator: case-study-1t on 8 x Groq 3 LPU"),
+        ("gpus_per_instance = 8", "gpus_per_instance = 4", "case-study-1t on 4 x H200 SXM: "),
         ("per_s = 40", "per_s = 400", "slo.output_tokens_per_s: no measured decode batch"),
         ("[scheduler]", "[scheduler]\nthreshold_tokens = 131073", "above the longest prompt"),
         ('"case-study-1t"', '"case-study-1t"\nkv_dtype = "int3"', "model.kv_dtype: unknown dtype"),

@@ -132,8 +132,11 @@ def test_no_such_model(prfaas: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "give either --model or --url"),
-        (("--url", "http://127.0.0.1:9", "--model", "x"), "give either --model or --url"),
+        ((), "exactly one of --model, --url and --estimate"),
+        (
+            ("--url", "http://127.0.0.1:9", "--model", "x"),
+            "exactly one of --model, --url and --estimate",
+        ),
         (("--url", "http://127.0.0.1:9"), "--accelerator: required with --url"),
         (
             ("--url", "http://127.0.0.1:9", "--accelerator", "h20"),
@@ -146,3 +149,42 @@ def test_servers_that_cannot_be_measured(
 ) -> None:
     result = prfaas("profile", *arguments)
     assert result.code == 2 and message in result.err and result.err.count("\n") == 1
+
+
+def test_an_estimated_profile(prfaas: Run, tmp_path: Path) -> None:
+    where = ("--accelerator", "h200", "--gpus", "8")
+    numbers = ("--lengths", "1024,8192", "--cached", "4096", "--batches", "1,100000")
+    command = ("profile", "--estimate", "deepseek-v3", *where, *numbers)
+    report = prfaas(*command, "--json").json
+    assert report["status"] == "estimated"
+    times = {(p["new"], p["cached"]): p["t_prefill_s"] for p in report["prefill"]}
+    assert times[1024, 0] < times[1024, 4096] < times[8192, 0] < times[8192, 4096]
+    assert [step["batch"] for step in report["decode"]] == [1]  # the other batch does not fit
+    assert report["memory"]["kv_bytes"] > 0
+    out = tmp_path / "estimate.toml"
+    shown = " ".join(prfaas(*command, "--out", out).out.split())
+    assert "GB for KV" in shown and "estimated: counted work" in shown
+    (record,) = [r for r in Catalog.builtin().extended([out]).profiles if r.status == "estimated"]
+    assert record.model == "deepseek-v3" and len(record.prefill) == 4
+
+
+def test_an_estimated_profile_of_a_config(prfaas: Run, tiny: Path) -> None:
+    command = ("profile", "--estimate", tiny / "config.json", "--accelerator", "h20")
+    assert prfaas(*command, "--json").json["model"] == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("deepseek-v3",), "--accelerator: required with --estimate"),
+        (("deepseek-v3", "--accelerator", "h20", "--gpus", "4"), "do not fit into"),
+        (("nothing", "--accelerator", "h200"), "unknown model 'nothing'"),
+        (("qwen3-4b", "--accelerator", "h200", "--lengths", "0"), "0"),
+    ],
+)
+def test_profiles_that_cannot_be_estimated(
+    prfaas: Run, arguments: tuple[str, ...], message: str
+) -> None:
+    result = prfaas("profile", "--estimate", *arguments)
+    assert result.code == 2 and message in result.err
+    assert len(result.err.splitlines()) == 1

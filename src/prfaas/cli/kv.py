@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,13 @@ import click
 from rich.table import Table
 
 from prfaas.catalog import Catalog, ProfileRecord
-from prfaas.catalog.hf_file import read_hf_config
+from prfaas.catalog.hf_file import read_hf_config, read_hf_shape
+from prfaas.catalog.shape import ModelShape
 from prfaas.display.console import console, print_json
 from prfaas.errors import InputError
+from prfaas.estimator.instance import Instance
+from prfaas.estimator.memory import require_fit
+from prfaas.estimator.profile import estimated_profile
 from prfaas.kvspec import KVSpec
 from prfaas.planner.equations import eq1_kv_throughput_bps, eq2_min_egress_bps
 from prfaas.planner.instance_times import prefill_profile
@@ -35,6 +41,7 @@ class Subject:
     provenance: str
     record: ProfileRecord | None
     profile: PrefillProfile | None
+    no_times: str = "no prefill profile for this model, accelerator and instance size"
 
 
 @click.command()
@@ -79,7 +86,7 @@ def kv(
 
     Without a MODEL the command lists every model of the catalog that has a profile on these
     instances. With --config it shows the model of a config.json: its bytes follow from its
-    architecture; it has no profile and therefore no times.
+    architecture. The times of a named MODEL without a profile, and of a config.json, are estimated.
 
     \b
       prfaas kv
@@ -97,7 +104,9 @@ def kv(
     known = Catalog.builtin().extended([catalog] if catalog else [])
     known.accelerator(accelerator)
     wanted = parse_lengths(lengths) if lengths else None
-    subjects = _subjects(known, models, config, accelerator, gpus_per_instance, kv_dtype)
+    longest = max(wanted or DEFAULT_LENGTHS)
+    instance = (accelerator, gpus_per_instance)
+    subjects = _subjects(known, models, config, instance, kv_dtype, longest)
     reports = [report(subject, wanted, gpus, gpus_per_instance) for subject in subjects]
     if as_json:
         print_json({"gpus": gpus, "gpus_per_instance": gpus_per_instance, "models": reports})
@@ -130,7 +139,7 @@ def report(
     subject: Subject, lengths: list[int] | None, gpus: int, gpus_per_instance: int
 ) -> dict[str, Any]:
     record, profile = subject.record, subject.profile
-    if lengths is None and record is not None:
+    if lengths is None and record is not None and record.status != "estimated":
         lengths = sorted({point.new for point in record.prefill})
     rows = []
     for tokens in lengths or DEFAULT_LENGTHS:
@@ -140,7 +149,7 @@ def report(
             "t_prefill_s": None,
             "phi_kv_gbps": None,
             "egress_gbps": None,
-            "source": "no prefill profile for this model, accelerator and instance size",
+            "source": subject.no_times,
         }
         if record is not None and profile is not None:
             seconds = float(profile.seconds(tokens))
@@ -164,7 +173,7 @@ def report(
 
 
 def _standing(record: ProfileRecord, tokens: int, measured: tuple[int, int]) -> str:
-    if tokens in (point.new for point in record.prefill):
+    if record.status == "estimated" or tokens in (point.new for point in record.prefill):
         return record.provenance
     if measured[0] <= tokens <= measured[1]:
         return f"inferred: interpolated between points that are {record.provenance}"
@@ -178,10 +187,11 @@ def _subjects(
     catalog: Catalog,
     names: tuple[str, ...],
     config: Path | None,
-    accelerator: str,
-    gpus: int,
+    instance: tuple[str, int],
     kv_dtype: str | None,
+    longest: int,
 ) -> list[Subject]:
+    accelerator, gpus = instance
     if not names and config is None:
         names = tuple(n for n in catalog.models if catalog.profile(n, accelerator, gpus))
         if not names:
@@ -195,16 +205,40 @@ def _subjects(
     for name in names:
         model = catalog.model(name)
         record = catalog.profile(name, accelerator, gpus)
-        profile = None if record is None else prefill_profile(catalog, record)
         provenance = f"{model.status}: {model.source}"
         spec = model.spec(kv_dtype)
-        subjects.append(Subject(name, model.display_name, spec, provenance, record, profile))
+        subject = Subject(name, model.display_name, spec, provenance, record, None)
+        if record is None:
+            subjects.append(_estimated(subject, catalog, model.model_shape, instance, longest))
+        else:
+            subjects.append(replace(subject, profile=prefill_profile(catalog, record)))
     if config is not None:
         geometry = read_hf_config(config)
         spec = config_spec(geometry, kv_dtype)
         title = f"{geometry.model_type} ({config})"
-        subjects.append(Subject(str(config), title, spec, f"published: {config}", None, None))
+        subject = Subject(str(config), title, spec, f"published: {config}", None, None)
+        shape = partial(read_hf_shape, config)
+        subjects.append(_estimated(subject, catalog, shape, instance, longest))
     return subjects
+
+
+def _estimated(
+    subject: Subject,
+    catalog: Catalog,
+    shape: Callable[[], ModelShape],
+    on: tuple[str, int],
+    longest: int,
+) -> Subject:
+    """The subject with estimated times, or with the reason why it has none."""
+    accelerator, gpus = on
+    try:
+        instance = Instance(shape(), subject.spec, catalog.accelerator(accelerator), gpus)
+        require_fit(instance, longest)
+        record = estimated_profile(instance, longest)
+    except InputError as error:
+        reason = f"{subject.no_times}, and it cannot be estimated: {error.problem}"
+        return replace(subject, no_times=reason)
+    return replace(subject, record=record, profile=prefill_profile(catalog, record))
 
 
 def _show(

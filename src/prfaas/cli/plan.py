@@ -10,6 +10,7 @@ import click
 from prfaas.config import parse_deployment
 from prfaas.config.strict import parse_toml, read_text
 from prfaas.display.console import console, print_json, with_progress
+from prfaas.display.gain_map_table import gain_map_notes, gain_map_tables
 from prfaas.display.plan_tables import (
     comparison_table,
     estimate_notes,
@@ -21,6 +22,7 @@ from prfaas.display.plan_tables import (
 from prfaas.errors import InputError
 from prfaas.planner.curves import Reading
 from prfaas.planner.report import comparison_as_dict, estimated_times, estimates_as_dict
+from prfaas.studies.gain_map import deployment_map
 from prfaas.studies.plan_comparison import compare, read_published
 from prfaas.studies.problem_files import Study
 from prfaas.studies.sweep import run_sweep
@@ -53,6 +55,12 @@ from prfaas.studies.sweep import run_sweep
     help="File with published figures to compare the plan with.",
 )
 @click.option(
+    "--map",
+    "with_map",
+    is_flag=True,
+    help="Also plan other link bandwidths and prompt lengths, and show where PrfaaS begins to pay.",
+)
+@click.option(
     "--plot", type=click.Path(path_type=Path, file_okay=False), help="Folder to write plots to."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
@@ -62,6 +70,7 @@ def plan(
     load: float | None,
     sweep: str | None,
     published: Path | None,
+    with_map: bool,
     plot: Path | None,
     as_json: bool,
 ) -> None:
@@ -79,6 +88,7 @@ def plan(
     \b
       prfaas plan configs/case_study.toml
       prfaas plan configs/case_study.toml --reading exact --load 2.5
+      prfaas plan configs/case_study.toml --map
       prfaas plan configs/case_study.toml --sweep links.0.gbps=5,8,10,100 --plot out/
     """
     if load is not None:
@@ -100,6 +110,7 @@ def plan(
     ranges = study.ranges(parsed, load)
     points = run_sweep(study, raw, deployment, sweep, load, with_progress) if sweep else []
     against = compare(result, read_published(published)) if published else []
+    gains = deployment_map(study, parsed, reading) if with_map else None
 
     written: list[Path] = []
     if plot is not None:
@@ -113,6 +124,8 @@ def plan(
             report["sweep"] = [{"value": p.value, **comparison_as_dict(p.plan)} for p in points]
         if published:
             report["comparison"] = [row._asdict() for row in against]
+        if gains is not None:
+            report["map"] = gains.as_dict()
         if plot is not None:
             report["plots"] = [str(path) for path in written]
         print_json(report)
@@ -127,5 +140,10 @@ def plan(
         out.print(comparison_table(against, published))
     if sweep:
         out.print(sweep_table(sweep.partition("=")[0], points))
+    if gains is not None:
+        for table in gain_map_tables(gains):
+            out.print(table)
+        for line in gain_map_notes(gains):
+            out.print(line)
     for path in written:
         out.print(f"wrote {path}")

@@ -1,4 +1,4 @@
-"""`prfaas profile`: measures a model on this machine, or a running server.
+"""`prfaas profile`: measures a model on this machine, or a running server, or estimates a profile.
 
 The planner and the emulated engine read the profile that it writes.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from prfaas.measure.client import connect
 from prfaas.measure.http_profile import HttpProfiler
 from prfaas.measure.prompts import PromptGenerator
 from prfaas.planner.equations import eq1_kv_throughput_bps
+from prfaas.studies.profile_estimate import MemoryLeft, estimate_profile
 
 DEFAULT_LENGTHS = "256,1024,4096"
 DEFAULT_BATCHES = "1,4,16"
@@ -41,6 +42,13 @@ DEFAULT_ROUNDS = 5
     "the same).",
 )
 @click.option("--url", help="URL of a running OpenAI server to measure instead, without /v1.")
+@click.option(
+    "--estimate",
+    "estimated",
+    metavar="MODEL",
+    help="Model of the catalog, or a config.json, whose profile to estimate instead, on --gpus of "
+    "--accelerator.",
+)
 @click.option("--api-key", "key", help="API key for the server at --url.")
 @click.option(
     "--device", help="Device to measure on: cpu, cuda or cuda:N.  [default: the fastest device]"
@@ -82,6 +90,7 @@ DEFAULT_ROUNDS = 5
 def profile(
     model: Path | None,
     url: str | None,
+    estimated: str | None,
     key: str | None,
     device: str | None,
     lengths: str,
@@ -96,7 +105,8 @@ def profile(
     """Measure prefill times T_prefill(new, cached), KV sizes S_kv and decode steps of a model.
 
     With --model the command measures on this machine. With --url it measures any OpenAI server over
-    HTTP and subtracts the round trip; S_kv cannot be measured that way.
+    HTTP and subtracts the round trip; S_kv cannot be measured that way. With --estimate it measures
+    nothing: it shows what `prfaas plan` assumes for hardware that you do not have.
 
     The machine should be idle. First runs are not counted. Where noise makes a longer prompt look
     faster than a shorter one, both get their mean, and the profile's source notes it. To use the
@@ -107,6 +117,7 @@ def profile(
       prfaas profile --model ./kimi-48b/config.json --device cuda --lengths 1024,8192,32768,131072
       prfaas profile --model ./tiny-kimi --lengths 256,2048 --cached 1024,4096 --batches 1,8
       prfaas profile --url http://h20:8000 --accelerator h20 --gpus 8 --lengths 1024,8192,32768
+      prfaas profile --estimate deepseek-v3 --accelerator h20 --gpus 16 --lengths 1024,8192,32768
     """
     wanted = Wanted(
         _numbers(lengths, "--lengths"),
@@ -115,9 +126,9 @@ def profile(
         rounds,
         gpus,
     )
-    if (model is None) == (url is None):
+    if sum(given is not None for given in (model, url, estimated)) != 1:
         raise InputError(
-            "exactly one of --model and --url is required", fix="give either --model or --url"
+            "exactly one of --model, --url and --estimate is required", fix="give one of them"
         )
     if not 1 <= rounds <= 1000:
         raise InputError(
@@ -125,7 +136,17 @@ def profile(
         )
     if out is not None and not out.parent.is_dir():
         raise InputError("no such directory", file=out.parent, fix="create it first")
-    if url is not None:
+    left: MemoryLeft | None = None
+    if estimated is not None:
+        if accelerator is None:
+            raise InputError(
+                "required with --estimate", where="--accelerator", fix="name one of the catalog"
+            )
+        model_on = (estimated, accelerator, wanted.gpus)
+        found = estimate_profile(*model_on, wanted.lengths, wanted.cached, wanted.batches)
+        record, measured, left = found
+        machine_title = ""
+    elif url is not None:
         record, measured = _of_server(url, key, wanted, accelerator)
         machine_title = ""
     else:
@@ -136,9 +157,10 @@ def profile(
         unknown = None if known else Accelerator(record.accelerator, title=machine_title)
         out.write_text(profile_toml(record, unknown), encoding="utf-8")
     if as_json:
-        print_json(_as_dict(record, measured))
+        memory = {} if left is None else {"memory": asdict(left)}
+        print_json(_as_dict(record, measured) | memory)
     else:
-        _show(record, measured, out)
+        _show(record, measured, left, out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +293,9 @@ def _throughput(measured: MeasuredProfile, new: int, cached: int, seconds: float
     return {"kv_bytes": kv_bytes, "phi_kv_gbps": phi_bps / 1e9}
 
 
-def _show(record: ProfileRecord, measured: MeasuredProfile, out: Path | None) -> None:
+def _show(
+    record: ProfileRecord, measured: MeasuredProfile, left: MemoryLeft | None, out: Path | None
+) -> None:
     screen = console()
     table = Table(title=f"{record.model} on {record.accelerator}", title_justify="left")
     for column in ("new tokens", "cached", "T_prefill (ms)", "S_kv (MiB)", "Phi_kv (Gbps)"):
@@ -298,6 +322,11 @@ def _show(record: ProfileRecord, measured: MeasuredProfile, out: Path | None) ->
             rate = step.batch / step.step_s
             steps.add_row(str(step.batch), f"{step.step_s * 1e3:,.2f}", f"{rate:,.0f}")
         screen.print(steps)
+    if left is not None:
+        screen.print(
+            f"Weights take {left.weight_bytes / 1e9:,.0f} GB and leave {left.kv_bytes / 1e9:,.0f} "
+            f"GB for KV: {left.sequences:,} sequences of {left.context_tokens:,} tokens."
+        )
     screen.print(record.provenance)
     if out is not None:
         screen.print(f"wrote {out}")

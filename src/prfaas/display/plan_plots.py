@@ -1,4 +1,4 @@
-"""Figures 2, 5a and 5b of the paper for any deployment, and the figure of a sweep."""
+"""Figures 2, 5a and 5b of the paper for any deployment, a map of its gain, and a sweep's figure."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 from prfaas.catalog import Catalog
 from prfaas.config import Deployment
 from prfaas.display.figure import BLUE, GREEN, GREY, ORANGE, RED, make_folder, pyplot, save
+from prfaas.display.gain_map_plot import plot_gain_map
 from prfaas.kvspec import KVSpec
 from prfaas.planner.comparison import DeploymentComparison, Planner
 from prfaas.planner.equations import eq1_kv_throughput_bps
@@ -18,6 +19,7 @@ from prfaas.planner.instance_times import prefill_profile
 from prfaas.planner.optimise import Choice, Producers, stage_rates
 from prfaas.planner.problem import Problem
 from prfaas.planner.profile import PrefillProfile
+from prfaas.studies.gain_map import deployment_map
 from prfaas.studies.problem_files import Study
 from prfaas.studies.sweep import SweepPoint
 
@@ -42,9 +44,17 @@ def plan_plots(
     ]
     if plan.prfaas_pd.threshold_tokens is not None:
         written.append(_figure_5b(folder, planner, problem, plan))
+    if problem.remotes:
+        gains = deployment_map(study, deployment, plan.reading, fine=True)
+        written.append(plot_gain_map(folder, gains, _title(deployment)))
     if sweep:
         written.append(_sweep(folder, sweep.partition("=")[0], points))
     return written
+
+
+def _title(deployment: Deployment) -> str:
+    clusters = [f"{c.gpus} x {c.accelerator} ({c.kind})" for c in deployment.clusters]
+    return f"{deployment.model.name} on {' and '.join(clusters)}"
 
 
 def _figure_2(folder: Path, catalog: Catalog, name: str, problem: Problem) -> Path:

@@ -59,7 +59,7 @@ def plan_table(
         end_section: bool = False,
     ) -> None:
         cells = [_number(spec)(pick(solution)) for solution in shown.values()]
-        if within is not None:
+        if within is not None and within.high > within.low * 1.01:
             cells[0] += f" {range_text(within, spec)}"
         table.add_row(label, *cells, end_section=end_section)
 
@@ -190,7 +190,8 @@ def _narrow_text(best: Measurement, model: str) -> str:
     before, after = (range_text(found, ".2f").strip("()") for found in (best.before, best.after))
     return (
         f"The measurement that narrows this most: {model} on {best.gpus} x {best.accelerator} "
-        f"({what}). The range of the {figure} shrinks from {before} to about {after}.\n"
+        f"({what}). If it confirms the estimate, the range of the {figure} shrinks from {before} to "
+        f"{after}.\n"
         f"  {best.command}"
     )
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from functools import cache
 from importlib import resources
+from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from prfaas.config.strict import decode, parse_toml
 
@@ -46,10 +48,15 @@ class Efficiencies(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode_expert_layer_s: float  # the same of a layer's experts
     prefill_error: ErrorParts
     decode_error: ErrorParts
-    # Factors on the estimated times. `recalibrated` sets them from measurements of one instance,
-    # and a plan with ranges varies them.
-    prefill_scale: float = 1.0
-    decode_scale: float = 1.0
+    fitted_accelerators: list[str]  # those with points in the fit
+    unfitted_accelerator_error: float  # takes the place of `accelerator` for all others
+
+    def error(self, kind: Literal["prefill", "decode"], accelerator: str) -> ErrorParts:
+        """The error of times on this accelerator."""
+        parts = self.prefill_error if kind == "prefill" else self.decode_error
+        if accelerator in self.fitted_accelerators:
+            return parts
+        return replace(parts, accelerator=self.unfitted_accelerator_error)
 
 
 @cache

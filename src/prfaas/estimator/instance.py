@@ -20,8 +20,8 @@ from prfaas.kvspec import KVSpec
 
 # Tokens of one pass of a prefill. SGLang's and vLLM's defaults on data-center GPUs.
 CHUNK_TOKENS = 8192
-# Below this bandwidth between GPUs, in both directions, they are connected by PCIe (at most
-# 128 GB/s for 16 lanes of generation 5), not by NVLink, Infinity Fabric or the like.
+# Below this bandwidth between GPUs, in both directions, they are connected by PCIe (128 GB/s for 16
+# lanes of generation 5, 256 GB/s of generation 6), not by NVLink, Infinity Fabric or the like.
 FAST_INTERCONNECT_GBS = 300
 
 

@@ -113,6 +113,8 @@ def _of_profiles(catalog: Catalog, file: PointsFile) -> Iterator[Observation]:
                 seconds=step.step_s,
                 parts=parts,
                 fixed=None,
+                # Of an inferred step only batch / time is known (profiles.toml).
+                use="check" if record.status == "inferred" else use.use,
                 published_h200=False,
             )
 

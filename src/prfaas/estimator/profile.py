@@ -12,6 +12,7 @@ NEW_TOKENS = (128, 1024, 4096, 8192, 16384, 32768, 65536, 131072, 262144, 104857
 CACHED_TOKENS = (0, 8192, 32768, 131072)
 MOST_SEQUENCES = 1024  # vLLM's max_num_seqs on data-center GPUs
 SOURCE = "counted work and fitted efficiencies (docs/estimates.md)"
+ENGINE = "a serving engine with tensor parallelism"
 
 
 def estimated_profile(
@@ -29,7 +30,7 @@ def estimated_profile(
         gpus=instance.gpus,
         status="estimated",
         source=SOURCE,
-        engine="a serving engine with tensor parallelism",
+        engine=ENGINE,
         prefill=[
             PrefillPoint(
                 new=new, cached=cached, seconds=prefill_s(instance, constants, new, cached)

@@ -15,9 +15,9 @@ ROOM_FOR_SEQUENCES = 16
 
 
 def smallest_instance(instance: Instance, longest: int, context: int) -> Instance:
-    """The instance with the smallest power of two of GPUs that holds the model, a sequence of
-    `longest` tokens, and a decode batch of sequences of `context` tokens. Raises if not even the
-    largest instance does."""
+    """The instance with the smallest power of two of GPUs, within one interconnect domain, that
+    holds the model, a sequence of `longest` tokens, and a decode batch of sequences of `context`
+    tokens. Raises if not even the largest instance holds the model and the sequence."""
     most = min(MOST_GPUS, joined_gpus(instance))
     largest = 1
     while largest * 2 <= most:
@@ -28,7 +28,7 @@ def smallest_instance(instance: Instance, longest: int, context: int) -> Instanc
     sized = replace(instance, gpus=gpus)
     if not has_room(sized, longest, context):
         # Room for a few sequences is still a plan; no room for one is not.
-        require_joined_fit(sized, longest)
+        require_fit(sized, longest)
     return sized
 
 
@@ -49,31 +49,3 @@ def joined_gpus(instance: Instance) -> int:
             fix="add it in a catalog file as [[accelerators]], or measure a profile",
         )
     return int(figure.value)
-
-
-def require_joined_fit(instance: Instance, longest: int) -> None:
-    """Raises unless the instance's GPUs are joined by one interconnect and hold the model with one
-    sequence of `longest` tokens."""
-    if instance.gpus > 1:
-        joined = joined_gpus(instance)
-        if instance.gpus > joined:
-            raise InputError(
-                f"{instance.title}: the interconnect of {instance.accelerator.display_name} joins "
-                f"{joined} GPUs, so times across {instance.gpus} cannot be estimated",
-                fix=f"use at most {joined} GPUs per instance, or measure a profile",
-            )
-    try:
-        require_fit(instance, longest)
-    except InputError as error:
-        fix = error.fix
-        if not _fits_into_domain(instance, longest):
-            fix = (
-                "use weights of fewer bits ([model] weights), a smaller kv_dtype, or an "
-                "accelerator with more memory: more GPUs than its interconnect joins would be "
-                "needed"
-            )
-        raise InputError(error.problem, where=error.where, fix=fix) from None
-
-
-def _fits_into_domain(instance: Instance, longest: int) -> bool:
-    return most_sequences(replace(instance, gpus=joined_gpus(instance)), longest) >= 1

@@ -56,12 +56,12 @@ def coefficients(constants: Efficiencies) -> Parts:
 def prefill_s(instance: Instance, constants: Efficiencies, new: int, cached: int = 0) -> float:
     """T_prefill of one prompt: `new` tokens after a prefix of `cached` tokens."""
     fixed: float = getattr(constants.prefill_fixed_s, instance.engine_class)
-    return constants.prefill_scale * (fixed + _prefill_work_s(instance, constants, new, cached))
+    return fixed + _prefill_work_s(instance, constants, new, cached)
 
 
 def decode_s(instance: Instance, constants: Efficiencies, batch: int, context: int) -> float:
     """Time of one decode step of `batch` sequences of `context` tokens."""
-    return constants.decode_scale * min(
+    return min(
         decode_parts(instance, max(1.0, batch * tensor / instance.gpus), context, tensor).seconds(
             constants
         )

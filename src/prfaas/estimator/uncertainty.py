@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from prfaas.estimator.efficiency import Efficiencies, ErrorParts
+from prfaas.estimator.efficiency import Efficiencies
 
 Array: TypeAlias = npt.NDArray[np.float64]
 Phase: TypeAlias = Literal["prefill", "decode"]
@@ -72,10 +72,6 @@ def effects_of(phase: Phase, model: str, accelerator: str) -> tuple[Effect, ...]
     )
 
 
-def error_parts(constants: Efficiencies, phase: Phase) -> ErrorParts:
-    return constants.prefill_error if phase == "prefill" else constants.decode_error
-
-
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """The effects after some measurements. Effects that no measurement has keep their prior."""
@@ -98,7 +94,7 @@ class Calibration:
         return EstimateError(
             instance=f"{phase} of {model} on {gpus} x {accelerator}",
             common=tuple((source, part) for source, part in common.items() if part),
-            length=error_parts(self.constants, phase).length,
+            length=self.constants.error(phase, accelerator).length,
         )
 
 
@@ -132,12 +128,13 @@ def observation(
     return Observation(
         effects=effects_of(phase, model, accelerator),
         log_ratio=sum(log_ratios) / len(log_ratios),
-        noise=error_parts(constants, phase).length / math.sqrt(len(log_ratios)),
+        noise=constants.error(phase, accelerator).length / math.sqrt(len(log_ratios)),
     )
 
 
 def _prior(constants: Efficiencies, effect: Effect) -> float:
-    parts = error_parts(constants, effect.phase)
+    # Only the accelerator's part depends on the accelerator.
+    parts = constants.error(effect.phase, effect.name)
     return {"model": parts.model, "accelerator": parts.accelerator, "pair": parts.pair}[effect.part]
 
 

@@ -18,8 +18,8 @@ from prfaas.catalog.shape import ModelShape
 from prfaas.errors import InputError
 from prfaas.estimator.efficiency import Efficiencies, fitted
 from prfaas.estimator.instance import CHUNK_TOKENS, Instance
+from prfaas.estimator.memory import require_fit
 from prfaas.estimator.profile import estimated_profile
-from prfaas.estimator.sizes import require_joined_fit
 from prfaas.estimator.times import decode_s, prefill_s
 from prfaas.estimator.uncertainty import (
     Calibration,
@@ -89,16 +89,23 @@ class TimesFinder:
         constants: Efficiencies | None = None,
     ) -> None:
         """`own` are the user's own profiles: measured points among them recalibrate estimates."""
+        # Published times of this model on other hardware say how far off its estimates are. The
+        # built-in measured ones are of an engine for tests, not of a serving engine.
+        published = () if model.quantised else catalog.profiles_of(model.name)
         self._catalog = catalog
         self._model = model
         self._lengths = lengths
         self._constants = constants or fitted()
         self._own = tuple(record for record in own if record.status == "measured")
+        self._evidence = (
+            *self._own,
+            *(record for record in published if record.status not in ("measured", "estimated")),
+        )
         self._found: dict[tuple[str, int, bool], InstanceTimes] = {}
 
     @cached_property
     def calibration(self) -> Calibration:
-        observations = [seen for record in self._own for seen in self._observations(record)]
+        observations = [seen for record in self._evidence for seen in self._observations(record)]
         return calibrate(self._constants, observations)
 
     def instance(self, accelerator: str, gpus: int) -> Instance:
@@ -128,7 +135,7 @@ class TimesFinder:
         estimate = self._estimated(accelerator, gpus)
         if record is not None and whole:
             stated = self._stated(record)
-            return replace(estimate, prefill=stated.prefill, prefill_error=None)
+            return replace(estimate, prefill=stated.prefill, prefill_error=stated.prefill_error)
         if record is not None and record.decode:
             stated_steps = tuple(DecodeStep(p.batch, p.step_s) for p in record.decode)
             return replace(
@@ -140,17 +147,26 @@ class TimesFinder:
         return estimate
 
     def _stated(self, record: ProfileRecord) -> InstanceTimes:
-        return InstanceTimes(
+        stated = InstanceTimes(
             prefill=prefill_profile(self._catalog, record),
             prefill_error=None,
             decode=tuple(DecodeStep(point.batch, point.step_s) for point in record.decode),
             decode_error=None,
             decode_provenance=record.provenance,
         )
+        if record.status != "estimated":
+            return stated
+        # An estimate in a file is still an estimate.
+        place = (record.model, record.accelerator, record.gpus)
+        return replace(
+            stated,
+            prefill_error=self.calibration.error("prefill", *place),
+            decode_error=self.calibration.error("decode", *place),
+        )
 
     def _estimated(self, accelerator: str, gpus: int) -> InstanceTimes:
         instance = self.instance(accelerator, gpus)
-        require_joined_fit(instance, self._lengths.longest)
+        require_fit(instance, self._lengths.longest)
         record = estimated_profile(instance, self._lengths.context, self._constants)
         name, calibration = self._model.name, self.calibration
         prefill_factor = calibration.correction("prefill", name, accelerator)
@@ -165,13 +181,13 @@ class TimesFinder:
         )
 
     def _corrected(self, record: ProfileRecord, factor: float) -> ProfileRecord:
-        """The estimate, with a source that names the measurements that correct it."""
+        """The estimate, with a source that names the times that correct it."""
         if factor == 1.0:
             return record
-        sources = "; ".join(
-            f"{own.model} on {own.gpus} x {own.accelerator}, {own.source}" for own in self._own
-        )
-        source = f"{record.source}, times {factor:.2f} after your measurements ({sources})"
+        places = [
+            f"{known.model} on {known.gpus} x {known.accelerator}" for known in self._evidence
+        ]
+        source = f"{record.source}, times {factor:.2f} after known times of {', '.join(places)}"
         return msgspec.structs.replace(record, source=source)
 
     def _observations(self, record: ProfileRecord) -> Iterator[Observation]:

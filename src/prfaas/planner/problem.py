@@ -184,5 +184,7 @@ def _times(
     try:
         return times.times(cluster.accelerator, cluster.gpus_per_instance, decode=decode)
     except InputError as error:
+        if error.file is not None:  # the error is in the model's config.json
+            raise
         where = f"clusters.{deployment.clusters.index(cluster)}"
         raise InputError(error.problem, where=f"{where}.accelerator", fix=error.fix) from None

@@ -83,15 +83,21 @@ class PlanRanges:
 
 
 def plan_ranges(
-    problem: Problem, reading: Reading, load_rps: float | None = None
+    problem: Problem,
+    reading: Reading,
+    load_rps: float | None = None,
+    *,
+    draws: int = DRAWS,
+    narrow: bool = True,
 ) -> PlanRanges | None:
-    """The ranges of the plan of a problem. None if nothing in it is estimated."""
+    """The ranges of the plan of a problem. None if nothing in it is estimated. `narrow` says
+    whether to look for the measurement that narrows them, which takes most of the time."""
     errors = _Errors(problem)
     if not errors.sources:
         return None
     outcomes = _Outcomes(problem, reading, load_rps)
-    draws = _normal_draws(len(errors.sources))
-    figures = outcomes.figures(errors.factors(draws), ttft=True)
+    drawn = _normal_draws(draws, len(errors.sources))
+    figures = outcomes.figures(errors.factors(drawn), ttft=True)
     return PlanRanges(
         threshold_tokens=figures.range("threshold") if problem.remotes else None,
         n_prefill=figures.required("n_prefill"),
@@ -101,7 +107,7 @@ def plan_ranges(
         over_homogeneous=figures.range("over_homogeneous"),
         over_equal_cost=figures.range("over_equal_cost"),
         slo_missed=figures.slo_missed,
-        narrow_with=_narrowest(problem, errors, outcomes, draws, figures),
+        narrow_with=_narrowest(problem, errors, outcomes, drawn, figures) if narrow else None,
     )
 
 
@@ -173,14 +179,14 @@ class _Errors:
         return [error for error in (pool.error, decode) if error is not None]
 
 
-def _normal_draws(sources: int) -> Array:
+def _normal_draws(draws: int, sources: int) -> Array:
     """Rows of independent standard normal numbers that fill the space evenly: the additive
     recurrence of generalised golden ratios (M. Roberts, 2018)."""
     ratio = 2.0
     for _ in range(64):  # the positive root of x^(sources + 1) = x + 1
         ratio = (1 + ratio) ** (1 / (sources + 1))
     steps = ratio ** -np.arange(1, sources + 1)
-    points = (0.5 + np.outer(np.arange(1, DRAWS + 1), steps)) % 1.0
+    points = (0.5 + np.outer(np.arange(1, draws + 1), steps)) % 1.0
     return np.asarray(ndtri(points))
 
 
@@ -278,12 +284,13 @@ class _Outcomes:
 
     def figures(self, draws: Iterator[Factors], *, ttft: bool) -> _Figures:
         outcomes, missed, total = [], 0, 0
-        most_ttft = EXACT_TTFT_DRAWS if self._reading == "exact" else DRAWS
         for factors in draws:
-            try:
-                outcomes.append(self._outcome(factors, ttft and total < most_ttft))
-            except _NoBatch:
+            few = self._reading == "paper" or total < EXACT_TTFT_DRAWS
+            problem = _decoding(self._problem, factors.decode)
+            if problem is None:
                 missed += 1
+            else:
+                outcomes.append(self._outcome(problem, factors.prefill, ttft and few))
             total += 1
         if not outcomes:
             raise InputError(
@@ -293,9 +300,10 @@ class _Outcomes:
             )
         return _Figures(outcomes, missed / total)
 
-    def _outcome(self, factors: Factors, ttft: bool) -> Outcome:
-        problem = _decoding(self._problem, factors.decode)
-        curves = _PacedCurves(self._curves, factors.prefill)
+    def _outcome(
+        self, problem: Problem, prefill: Mapping[PrefillProfile, float], ttft: bool
+    ) -> Outcome:
+        curves = _PacedCurves(self._curves, prefill)
         choice = optimise(problem, curves)
         rates = stage_rates(problem, curves, choice)
         threshold = int(curves.cuts.threshold[choice.row])
@@ -310,7 +318,7 @@ class _Outcomes:
         if not ttft:
             return outcome
         shares = tuple(theta / rates.prfaas for theta in rates.each_prfaas)
-        atoms = _PacedAtoms(self._atoms, factors.prefill)
+        atoms = _PacedAtoms(self._atoms, prefill)
         times = self._ttft(problem, atoms, threshold, choice.n_prefill, shares, rates.lambda_max)
         if times is None:  # no steady state
             return replace(outcome, ttft_mean=math.inf, ttft_p90=math.inf)
@@ -337,12 +345,9 @@ class _Outcomes:
         return predict(problem, atoms, threshold, n_prefill, shares, load).ttft
 
 
-class _NoBatch(Exception):
-    """No decode batch meets the SLO in a draw."""
-
-
-def _decoding(problem: Problem, factor: float) -> Problem:
-    """The problem with decode steps that take `factor` times as long."""
+def _decoding(problem: Problem, factor: float) -> Problem | None:
+    """The problem with decode steps that take `factor` times as long. None if no batch meets the
+    SLO then."""
     local = problem.local
     if local.decode_error is None or local.output_tokens_per_s is None:
         return problem
@@ -350,7 +355,7 @@ def _decoding(problem: Problem, factor: float) -> Problem:
     try:
         chosen = decode_rate(steps, local.output_tokens_per_s)
     except InputError:
-        raise _NoBatch from None
+        return None
     return replace(problem, local=replace(local, decode=chosen))
 
 

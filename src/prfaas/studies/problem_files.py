@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 
 import msgspec
 
 from prfaas.catalog import Catalog
 from prfaas.catalog.hf_config import ConfigGeometry
-from prfaas.catalog.hf_file import read_hf_config
+from prfaas.catalog.hf_file import read_hf_config, read_hf_shape
 from prfaas.catalog.shape import ModelShape
 from prfaas.config import Deployment
 from prfaas.config.deployment import Lognormal, Mixture, ModelSection, WorkloadSection
@@ -34,6 +35,7 @@ class Study:
         self._reading: Reading = reading
         self._catalogs: dict[tuple[str, ...], Catalog] = {}
         self._workloads: dict[bytes, Workload] = {}
+        self._finders: dict[tuple[bytes, tuple[str, ...], Lengths], TimesFinder] = {}
         self._planners: dict[tuple[int, KVSpec], Planner] = {}
 
     def plan(self, deployment: Deployment, load_rps: float | None = None) -> DeploymentComparison:
@@ -53,20 +55,29 @@ class Study:
             self._planners[key] = Planner(problem, self._reading)
         return self._planners[key]
 
+    @cached_property
+    def _builtin(self) -> Catalog:
+        return Catalog.builtin()
+
     def catalog(self, deployment: Deployment) -> Catalog:
         files = tuple(deployment.catalog)
         if files not in self._catalogs:
             beside = [self._file.parent / name for name in files]
-            self._catalogs[files] = Catalog.builtin().extended(beside)
+            self._catalogs[files] = self._builtin.extended(beside)
         return self._catalogs[files]
 
-    def problem(self, deployment: Deployment) -> Problem:
+    def problem(self, deployment: Deployment, workload: Workload | None = None) -> Problem:
+        """The problem of a deployment, with its own traffic unless `workload` is given."""
         catalog = self.catalog(deployment)
         try:
             spec = self._spec(deployment.model, catalog)
-            workload = self._workload(deployment.workload)
-            times = self._times(deployment.model, catalog, spec, workload)
-            return build_problem(deployment, catalog, spec, workload, times)
+            if workload is None:
+                workload = self._workload(deployment.workload)
+            lengths = Lengths.of(workload)
+            key = (msgspec.json.encode(deployment.model), tuple(deployment.catalog), lengths)
+            if key not in self._finders:
+                self._finders[key] = self._finder(deployment.model, catalog, spec, lengths)
+            return build_problem(deployment, catalog, spec, workload, self._finders[key])
         except InputError as error:
             raise error.in_file(self._file) from None
 
@@ -79,8 +90,8 @@ class Study:
             key = "kv_dtype" if model.name in catalog.models else "name"
             raise InputError(error.problem, where=f"model.{key}", fix=error.fix) from None
 
-    def _times(
-        self, section: ModelSection, catalog: Catalog, spec: KVSpec, workload: Workload
+    def _finder(
+        self, section: ModelSection, catalog: Catalog, spec: KVSpec, lengths: Lengths
     ) -> TimesFinder:
         def shape() -> ModelShape:
             found = self._shape(section, catalog)
@@ -89,11 +100,12 @@ class Study:
         chunk_tokens = section.chunk_tokens or CHUNK_TOKENS
         quantised = section.weights is not None and shape() != self._shape(section, catalog)
         model = PlannedModel(section.name, spec, shape, chunk_tokens, quantised)
-        builtin = Catalog.builtin().profiles
-        own = [record for record in catalog.profiles if record not in builtin]
-        return TimesFinder(catalog, model, Lengths.of(workload), own=own)
+        own = [record for record in catalog.profiles if record not in self._builtin.profiles]
+        return TimesFinder(catalog, model, lengths, own=own)
 
     def _shape(self, section: ModelSection, catalog: Catalog) -> ModelShape:
+        if section.config is not None:
+            return read_hf_shape(self._file.parent / section.config, section.name)
         return catalog.model(section.name).model_shape()
 
     def _workload(self, section: WorkloadSection) -> Workload:

@@ -1,0 +1,60 @@
+"""A gain map as text: prompt lengths down, link bandwidths across."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from prfaas.studies.gain_map import GainMap, Gains, pays_from_gbps
+
+
+def gain_map_tables(gains: GainMap) -> list[Table]:
+    """One table per baseline that the map has."""
+    tables = []
+    for name, text in (
+        ("over_homogeneous", "the same number of GPUs"),
+        ("over_equal_cost", "the same cost"),
+    ):
+        if any(gain is not None for row in gains.rows for gain in getattr(row, name)):
+            tables.append(_table(gains, name, f"gain over one PD cluster of {text}"))
+    return tables
+
+
+def gain_map_notes(gains: GainMap) -> list[str]:
+    """What the tables cannot say: the deployment's own place, and lengths that do not fit."""
+    own = gains.own
+    here = f"this deployment: {own.gbps:g} Gbit/s, {own.mean_tokens:,.0f} tokens per prompt"
+    refused = [row for row in gains.rows if row.refused is not None]
+    return [here, *(f"{row.mean_tokens:,} tokens: {row.refused}" for row in refused)]
+
+
+def _table(gains: GainMap, name: str, title: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column("mean prompt", justify="right")
+    for gbps in gains.links_gbps:
+        table.add_column(f"{gbps:g}", justify="right")
+    table.add_column("pays from", justify="right")
+    for row in gains.rows:
+        cells: Gains = getattr(row, name)
+        table.add_row(
+            f"{row.mean_tokens:,}",
+            *(_shown(gain) for gain in cells),
+            _pays_from(gains, cells),
+        )
+    table.caption = "columns: Gbit/s of the link; threshold and split are the best of each cell"
+    return table
+
+
+def _shown(gain: float | None) -> str:
+    if gain is None:
+        return "-"
+    # Rounded first: a gain that reads 1.00 is not shown as one that pays.
+    return f"[green]{gain:.2f}[/]" if round(gain, 2) > 1 else f"{gain:.2f}"
+
+
+def _pays_from(gains: GainMap, cells: Gains) -> str:
+    if all(gain is None for gain in cells):
+        return "-"
+    gbps = pays_from_gbps(gains.links_gbps, cells)
+    if gbps is None:
+        return "never"
+    return f"{gbps:.2g} Gbit/s" if gbps > gains.links_gbps[0] else "always"

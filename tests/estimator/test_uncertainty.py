@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from msgspec.structs import replace
+
+from prfaas.estimator.efficiency import Efficiencies, ErrorParts, fitted
+from prfaas.estimator.uncertainty import Calibration, calibrate, observation
+
+
+def constants(**parts: float) -> Efficiencies:
+    error = ErrorParts(**{"model": 0.3, "accelerator": 0.2, "pair": 0.0, "length": 0.1} | parts)
+    known = ["x", "y"]
+    return replace(fitted(), prefill_error=error, decode_error=error, fitted_accelerators=known)
+
+
+def sigma(calibration: Calibration, model: str, accelerator: str) -> float:
+    return calibration.error("prefill", model, accelerator, 8).sigma
+
+
+def test_without_measurements_the_error_is_that_of_the_fit() -> None:
+    prior = calibrate(constants(pair=0.1), [])
+    assert sigma(prior, "a", "x") == pytest.approx(math.hypot(0.3, 0.2, 0.1, 0.1))
+    assert prior.correction("prefill", "a", "x") == 1.0
+
+
+def test_instances_of_one_model_are_wrong_together() -> None:
+    prior = calibrate(constants(), [])
+    one, other = (prior.error("prefill", "a", on, 8) for on in ("x", "y"))
+    assert set(dict(one.common)) & set(dict(other.common)) == {"prefill model a"}
+    assert not set(dict(one.common)) & set(dict(prior.error("decode", "a", "x", 8).common))
+
+
+def test_one_measurement_corrects_and_narrows() -> None:
+    known = constants()
+    seen = observation(known, "prefill", "a", "x", [math.log(1.5)])
+    after = calibrate(known, [seen])
+    # The posterior mean of a sum of normal effects, measured with the noise of one length.
+    share = (0.3**2 + 0.2**2) / (0.3**2 + 0.2**2 + 0.1**2)
+    assert after.correction("prefill", "a", "x") == pytest.approx(1.5**share)
+    remaining = math.sqrt((0.3**2 + 0.2**2) * (1 - share))
+    assert sigma(after, "a", "x") == pytest.approx(math.hypot(remaining, 0.1))
+    # Other models on the accelerator and other accelerators of the model gain less.
+    other_model = after.correction("prefill", "b", "x")
+    other_accelerator = after.correction("prefill", "a", "y")
+    assert 1 < other_model < other_accelerator < after.correction("prefill", "a", "x")
+    assert sigma(after, "b", "x") < sigma(calibrate(known, []), "b", "x")
+    # A measured prefill says nothing about decode, nor about other models elsewhere.
+    assert after.correction("decode", "a", "x") == 1.0
+    assert after.correction("prefill", "b", "y") == 1.0
+
+
+def test_more_measurements_narrow_more() -> None:
+    known = constants()
+
+    def after(*seen: tuple[str, str]) -> Calibration:
+        return calibrate(
+            known, [observation(known, "prefill", m, a, [0.2, 0.2, 0.2]) for m, a in seen]
+        )
+
+    one = sigma(after(("b", "x")), "a", "x")
+    two = sigma(after(("b", "x"), ("a", "y")), "a", "x")
+    direct = sigma(after(("b", "x"), ("a", "y"), ("a", "x")), "a", "x")
+    assert direct < two < one < sigma(after(), "a", "x")
+    repeated = after(("a", "x"), ("a", "x"))  # also where two observations are the same
+    assert sigma(repeated, "a", "x") < sigma(after(("a", "x")), "a", "x")
+
+
+def test_an_accelerator_without_points_has_a_larger_error() -> None:
+    known = replace(constants(), unfitted_accelerator_error=0.6)
+    prior = calibrate(known, [])
+    assert sigma(prior, "a", "z") == pytest.approx(math.hypot(0.3, 0.6, 0.1))
+    seen = observation(known, "prefill", "b", "z", [0.5])
+    after = calibrate(known, [seen])
+    assert sigma(after, "a", "z") < 0.75 * sigma(prior, "a", "z")
+
+
+def test_the_error_in_words() -> None:
+    error = calibrate(constants(accelerator=0.0, length=0.0), []).error("prefill", "a", "x", 8)
+    assert error.in_words == "two of three are within 35%"
