@@ -221,6 +221,7 @@ def constants_table(figures: Figures) -> list[str]:
         ("softmax of attention", f"{constants.softmax_flops / 1e12:,.0f} Tflop/s of its products"),
         ("memory", f"{constants.memory:.0%} of the bandwidth"),
         ("copies to experts and back", f"{constants.routed_bytes:.0f} bytes per element"),
+        ("activations in every GPU", f"{constants.hidden_bytes:.0f} bytes per element and layer"),
         ("exchange between GPUs", f"{constants.exchange:.0%} of the bandwidth in one direction"),
         ("layer of a decode step", f"{constants.decode_layer_s * 1e6:.0f} µs"),
         ("experts of a layer of a decode step", f"{constants.decode_expert_layer_s * 1e6:.0f} µs"),

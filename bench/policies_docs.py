@@ -9,7 +9,6 @@ The tables between `<!-- begin NAME -->` and `<!-- end NAME -->` are replaced; f
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import click
 import numpy as np
 
+from _page_blocks import fill
 from prfaas.display.figure import BLUE, GREEN, GREY, ORANGE, make_folder, pyplot, save
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -157,18 +157,6 @@ def figures(report: Row, folder: Path) -> None:
         axis.set(title=name, ylabel="P90 TTFT (s)", yscale="log")
     panels[0][0].legend(fontsize=8)
     save(figure, folder / "simulator-stress.png")
-
-
-def fill(text: str, sections: dict[str, Sequence[str]]) -> str:
-    for name, lines in sections.items():
-        pattern = re.compile(
-            rf"(<!-- begin {re.escape(name)} -->\n).*?(<!-- end {re.escape(name)} -->)", re.DOTALL
-        )
-        if not pattern.search(text):
-            raise click.ClickException(f"no place for {name!r} in the page")
-        body = "\n".join(lines) + "\n"
-        text = pattern.sub(lambda found, body=body: found[1] + body + found[2], text)  # type: ignore[misc]
-    return text
 
 
 def _range(values: Sequence[int]) -> str:

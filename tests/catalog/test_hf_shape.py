@@ -76,6 +76,11 @@ def compressed(*weights: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "config_groups": groups, **more}
 
 
+def mixed(algorithms: dict[str, str]) -> dict[str, Any]:
+    layers = {name: {"quant_algo": algorithm} for name, algorithm in algorithms.items()}
+    return {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+
+
 @pytest.mark.parametrize(
     ("quantised", "common", "experts"),
     [
@@ -93,6 +98,8 @@ def compressed(*weights: dict[str, Any], **more: Any) -> dict[str, Any]:
         ({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": []}, "fp4", "fp4"),
         ({"quant_algo": "NVFP4", "exclude_modules": ["*.self_attn*"]}, "bf16", "fp4"),
         ({"quant_algo": "FP8"}, "fp8", "fp8"),
+        (mixed({"0.mlp.experts.1.up_proj": "NVFP4", "0.self_attn.q_proj": "MXFP8"}), "fp8", "fp4"),
+        (mixed({"0.mlp.experts": "W4A16_NVFP4"}), "bf16", "int4"),
         ({"quant_method": "awq", "bits": 4}, "int4", "int4"),
         (
             {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3"}}},
@@ -189,6 +196,22 @@ def test_a_file_has_a_geometry_without_a_shape(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_hf_config(tmp_path).geometries
     with pytest.raises(InputError, match=r"config\.json: vocab_size: is missing"):
+        read_hf_shape(tmp_path)
+
+
+def test_the_format_may_be_in_a_file_of_modelopt(tmp_path: Path) -> None:
+    """NVIDIA's NVFP4 checkpoints; with quantization_config in both places, config.json counts."""
+    beside = tmp_path / "hf_quant_config.json"
+    for format_, quantised in (("fp4", GONE), ("fp8", {"quant_method": "fp8"})):
+        config = published("qwen3-235b-a22b", quantization_config=quantised)
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        beside.write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+        assert read_hf_shape(tmp_path).expert_weights == format_
+    (tmp_path / "config.json").write_text(json.dumps(published("qwen3-235b-a22b")))
+    beside.write_text("[]")
+    with pytest.raises(
+        InputError, match=r"hf_quant_config\.json: has no object named quantization"
+    ):
         read_hf_shape(tmp_path)
 
 

@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from prfaas.catalog.hf_config import ConfigGeometry, geometry_of
+from prfaas.catalog.hf_quantization import KEY
 from prfaas.catalog.hf_shape import shape_of
 from prfaas.catalog.shape import ModelShape
 from prfaas.config.strict import read_text
 from prfaas.errors import InputError
+
+# Checkpoints that ModelOpt quantised have the format in this file, and some of them only here.
+MODELOPT_FILE = "hf_quant_config.json"
 
 
 def read_hf_config(path: Path) -> ConfigGeometry:
@@ -27,11 +31,24 @@ def read_hf_shape(path: Path, name: str | None = None) -> ModelShape:
     """The shape of the same model, named like its directory unless `name` is given. Needs more
     fields than the geometry."""
     path = _file(path)
-    raw = _parsed(path)
+    raw = _with_quantization(_parsed(path), path.parent / MODELOPT_FILE)
     try:
         return shape_of(raw, name or path.resolve().parent.name)
     except InputError as error:
         raise error.in_file(path) from None
+
+
+def _with_quantization(raw: Any, beside: Path) -> Any:
+    """The config with the number format of the weights, where only ModelOpt's own file has it."""
+    if not isinstance(raw, dict) or KEY in raw or not beside.is_file():
+        return raw
+    parsed = _parsed(beside)
+    found = parsed.get("quantization") if isinstance(parsed, dict) else None
+    if not isinstance(found, dict):
+        raise InputError(
+            "has no object named quantization", file=beside, fix="remove the file, or repair it"
+        )
+    return {**raw, KEY: {"quant_method": "modelopt", **found}}
 
 
 def _file(path: Path) -> Path:

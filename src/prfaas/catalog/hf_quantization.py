@@ -10,7 +10,7 @@ import re
 
 from prfaas.catalog.hf_config import LanguageModel
 from prfaas.catalog.hf_fields import Fields, shown
-from prfaas.catalog.shape import WeightFormat
+from prfaas.catalog.shape import BYTES_PER_WEIGHT, WeightFormat
 
 KEY = "quantization_config"
 USE_ANOTHER = "use a checkpoint in bf16, fp8, int4 or fp4, or set the weights of a [[models]] table"
@@ -20,10 +20,13 @@ _EXCEPTIONS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_mo
 _ALGORITHMS: dict[str, WeightFormat] = {  # ModelOpt's names
     "fp8": "fp8",
     "fp8_pb_wo": "fp8",
+    "mxfp8": "fp8",
     "nvfp4": "fp4",
     "nvfp4_awq": "fp4",
-    "w4a16_awq": "int4",
     "mxfp4": "fp4",
+    # Four bits in memory, bf16 in arithmetic: the same work as with int4.
+    "w4a16_nvfp4": "int4",
+    "w4a16_awq": "int4",
 }
 # Quark's names, such as fp8_e4m3 and int4.
 _PREFIXES: dict[str, WeightFormat] = {"fp8_": "fp8", "fp4": "fp4", "mx_fp4": "fp4", "int4": "int4"}
@@ -35,6 +38,8 @@ def weight_formats(model: LanguageModel, has_experts: bool) -> tuple[WeightForma
     if not owner.has(KEY):
         return "bf16", "bf16"
     own = owner.section(KEY)
+    if own.has("quantized_layers"):
+        return _by_layers(own.section("quantized_layers"), has_experts)
     quantised = _format(own)
     if has_experts and (_excepts_attention(own) or _targets_experts(own)):
         return "bf16", quantised
@@ -59,6 +64,21 @@ def _format(own: Fields) -> WeightFormat:
             return _by_groups(own)
         case _:
             raise own.error("quant_method", f"unknown method {shown(method)}", USE_ANOTHER)
+
+
+def _by_layers(layers: Fields, has_experts: bool) -> tuple[WeightFormat, WeightFormat]:
+    """ModelOpt's mixed precision names the format of each matrix. Matrices that are not named are
+    not quantised. The widest format stands for all others, so that memory is not understated."""
+    experts: set[WeightFormat] = set()
+    others: set[WeightFormat] = set()
+    for name in layers.values:
+        own = others if not has_experts or ".experts" not in name else experts
+        own.add(_by_name(layers.section(name), "quant_algo"))
+
+    def widest(formats: set[WeightFormat]) -> WeightFormat:
+        return max(formats, key=lambda one: BYTES_PER_WEIGHT[one], default="bf16")
+
+    return widest(others), widest(experts if has_experts else others)
 
 
 def _by_groups(own: Fields) -> WeightFormat:

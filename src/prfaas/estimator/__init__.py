@@ -1,1 +1,1 @@
-"""Times that nobody has measured: estimated from counted work and fitted efficiencies."""
+"""Times that have not been measured, estimated from counted work and fitted constants."""

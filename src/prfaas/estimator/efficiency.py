@@ -43,6 +43,7 @@ class Efficiencies(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     softmax_flops: float  # operations of attention whose softmax one GPU computes in a second
     memory: float  # share of the memory bandwidth that reading weights and KV reaches
     routed_bytes: float  # bytes that each element of a routed activation moves through memory
+    hidden_bytes: float  # bytes that each hidden element moves through the memory of every GPU
     exchange: float  # share of the interconnect's bandwidth that exchanges between GPUs reach
     decode_layer_s: float  # time of one layer of a decode step that does not depend on the work
     decode_expert_layer_s: float  # the same of a layer's experts

@@ -52,7 +52,8 @@ PRIORS = {
     "softmax": Prior(1 / 1e15, 1.0),
     "memory": Prior(1 / 0.8, 0.15),  # streaming kernels: 0.7 to 0.9 of the peak
     "routed": Prior(30.0, 1.0),
-    "exchange": Prior(1 / 0.3, 0.7),
+    "hidden": Prior(50.0, 1.0),
+    "exchange": Prior(1 / 0.4, 0.5),
     "layers": Prior(5e-5, 1.0),
     "expert_layers": Prior(3e-5, 1.0),
 }
@@ -68,7 +69,7 @@ def fit(observed: Sequence[Observation], leaving_out: Selection | None = None) -
         prefill_error=error_parts(unseen_errors(used, "prefill", constants)),
         decode_error=error_parts(unseen_errors(used, "decode", constants)),
         fitted_accelerators=sorted({seen.accelerator for seen in used}),
-        unfitted_accelerator_error=_unfitted_error(observed, used, constants),
+        unfitted_accelerator_error=_unfitted_error(observed, constants),
     )
 
 
@@ -169,12 +170,10 @@ def _mean_product(means: dict[tuple[str, str, str], float], same: int, different
     return max(0.0, fmean(map(fmean, products.values()))) if products else 0.0
 
 
-def _unfitted_error(
-    observed: Sequence[Observation], used: Sequence[Observation], constants: Efficiencies
-) -> float:
+def _unfitted_error(observed: Sequence[Observation], constants: Efficiencies) -> float:
     """Root mean square error of the campaigns on accelerators of which nothing is fitted. They are
     few, so prefill and decode are taken together."""
-    known = {seen.accelerator for seen in used}
+    known = {seen.accelerator for seen in usable(observed)}
     campaigns: dict[tuple[str, ...], list[float]] = {}
     for seen in observed:
         if seen.use == "check" and seen.accelerator not in known:
@@ -205,6 +204,7 @@ def _constants(value: dict[str, float]) -> Efficiencies:
         softmax_flops=1 / value["softmax"],
         memory=1 / value["memory"],
         routed_bytes=value["routed"],
+        hidden_bytes=value["hidden"],
         exchange=1 / value["exchange"],
         decode_layer_s=value["layers"],
         decode_expert_layer_s=value["expert_layers"],
@@ -236,6 +236,7 @@ def _design(used: Sequence[Observation]) -> tuple[Array, Array]:
                 parts.softmax,
                 parts.memory,
                 parts.routed,
+                parts.hidden,
                 parts.exchange,
                 parts.layers,
                 parts.expert_layers,

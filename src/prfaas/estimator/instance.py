@@ -1,9 +1,7 @@
 """One instance whose times are estimated: a model on some GPUs of one accelerator.
 
 GPUs of one interconnect domain share every layer (tensor parallelism). Domains form a pipeline:
-each has some of the layers, as vLLM's and SGLang's guides advise across nodes. GPUs that only PCIe
-connects form a pipeline as well, because exchanging activations in every layer would take longer
-than computing them; the guides advise that, too.
+each has some of the layers, as vLLM's and SGLang's guides advise across nodes.
 """
 
 from __future__ import annotations
@@ -20,9 +18,6 @@ from prfaas.kvspec import KVSpec
 
 # Tokens of one pass of a prefill. SGLang's and vLLM's defaults on data-center GPUs.
 CHUNK_TOKENS = 8192
-# Below this bandwidth between GPUs, in both directions, they are connected by PCIe (128 GB/s for 16
-# lanes of generation 5, 256 GB/s of generation 6), not by NVLink, Infinity Fabric or the like.
-FAST_INTERCONNECT_GBS = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +67,6 @@ class Instance:
             return 1.0
         domains = math.ceil(self.gpus / self._required("interconnect_gpus").value)
         return self.gpus / domains
-
-    @property
-    def has_fast_interconnect(self) -> bool:
-        return self._required("interconnect_gbs").value >= FAST_INTERCONNECT_GBS
 
     def _bf16_tflops(self) -> float:
         gpu = self.accelerator

@@ -132,8 +132,11 @@ def _of_group(instance: Instance, group: PointGroup) -> Iterator[Observation]:
                 parts = _prefill(instance, tokens)
                 yield _observation("prefill", group, tokens, batch, value, parts)
             case "prefill_rate":
-                # Prompts fill each other's chunks, and fixed times overlap with computing.
-                parts = prefill_parts(instance, tokens, 0, instance.domain_gpus, packed=True)
+                # Prompts fill each other's chunks, the stages of a pipeline are all busy, and fixed
+                # times overlap with computing.
+                tensor = instance.domain_gpus
+                parts = prefill_parts(instance, tokens, 0, tensor, packed=True)
+                parts = Parts(*(part * tensor / instance.gpus for part in parts))
                 seconds = (tokens + group.output_tokens) / (value * scale)
                 yield _observation("prefill", group, tokens, batch, seconds, parts, fixed=False)
             case _:

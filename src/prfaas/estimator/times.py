@@ -28,6 +28,7 @@ class Parts(NamedTuple):
     softmax: float = 0.0  # operations of attention per GPU
     memory: float = 0.0
     routed: float = 0.0  # seconds per byte that a routed element moves
+    hidden: float = 0.0  # seconds per byte that a hidden element moves
     exchange: float = 0.0
     layers: float = 0.0  # a number
     expert_layers: float = 0.0  # a number
@@ -47,6 +48,7 @@ def coefficients(constants: Efficiencies) -> Parts:
         softmax=1 / constants.softmax_flops,
         memory=1 / constants.memory,
         routed=constants.routed_bytes,
+        hidden=constants.hidden_bytes,
         exchange=1 / constants.exchange,
         layers=constants.decode_layer_s,
         expert_layers=constants.decode_expert_layer_s,
@@ -97,11 +99,10 @@ def pipelined_s(one_stage_s: float, first_chunk_s: float, stages: float) -> floa
 def _prefill_work_s(instance: Instance, constants: Efficiencies, new: int, cached: int) -> float:
     """The best of the ways to use the GPUs. More GPUs do not share a layer than make it faster."""
     first = min(new, instance.chunk_tokens)
+    stages = instance.gpus / instance.domain_gpus
     times = []
     for tensor in _tensor_sizes(instance.domain_gpus):
         whole = prefill_parts(instance, new, cached, tensor).seconds(constants)
-        fast = instance.gpus == 1 or instance.has_fast_interconnect
-        stages = instance.gpus / (instance.domain_gpus if fast else tensor)
         if stages > 1:
             chunk = prefill_parts(instance, first, cached, tensor).seconds(constants)
             whole = pipelined_s(whole, min(chunk, whole), stages)
@@ -131,5 +132,7 @@ def _parts(instance: Instance, work: Work, tensor: float) -> Parts:
         softmax=work.attention_flops / tensor,
         memory=(work.weight_bytes + work.cache_bytes) / tensor / bandwidth,
         routed=work.routed_elements / tensor / bandwidth,
+        # Not divided: every GPU has all hidden elements.
+        hidden=work.hidden_elements / bandwidth,
         exchange=exchange,
     )
