@@ -66,9 +66,10 @@ class MarketStudy(Study):
             self._check_names(catalog)
             spec = self._spec(question.model, catalog)
             workload = self._workload(question.workload)
-            times = self._times(question.model, catalog, spec, workload)
+            lengths = Lengths.of(workload)
+            times = self._finder(question.model, catalog, spec, lengths)
             prices = self._prices(catalog)
-            finder = _Finder(question, times, Lengths.of(workload), catalog)
+            finder = _Finder(question, times, lengths, catalog)
             here, there = (tuple(finder.places(site, prices)) for site in ("here", "there"))
             if not here and not there:
                 raise finder.nothing()
