@@ -27,6 +27,9 @@ def largest_rate(
     """The largest rate that the money pays for. The cost of a threshold grows with the rate in
     three straight pieces: until the owned GPUs of one site are used up, until those of the other
     are, and beyond."""
+    buy_both = near * here.marginal_usd + far * there.marginal_usd
+    if not here.free_gpus and not there.free_gpus:
+        return float(np.minimum(max(usd, 0.0) / buy_both, link_rate).max())
     near_ends, far_ends = here.free_gpus / near, there.free_gpus / far
     first, second = np.minimum(near_ends, far_ends), np.maximum(near_ends, far_ends)
     own_both = near * here.owned_usd + far * there.owned_usd
@@ -35,7 +38,6 @@ def largest_rate(
         near * here.marginal_usd + far * there.owned_usd,
         near * here.owned_usd + far * there.marginal_usd,
     )
-    buy_both = near * here.marginal_usd + far * there.marginal_usd
     rate = _extended(np.zeros_like(near), np.full_like(near, usd), own_both, first)
     left = usd - rate * own_both
     further = _extended(rate, left, one_bought, second)

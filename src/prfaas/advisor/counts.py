@@ -8,7 +8,7 @@ the threshold the least number of remote instances.
 
 from __future__ import annotations
 
-import itertools
+import heapq
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +17,7 @@ import numpy as np
 
 from prfaas.advisor.goal import GoalCheck
 from prfaas.advisor.market import LinkChoice, Market, Place
-from prfaas.advisor.option import Group, Option, Separate, better
+from prfaas.advisor.option import Group, Option, better
 from prfaas.advisor.work import BuildWork, TrafficWork, prfaas_rate, single_rate
 
 _ROUNDING = 1e-9
@@ -51,70 +51,46 @@ class Counts:
             return None
         return _best(self._singles(place), self._market)
 
-    def separate(self) -> Separate | None:
-        """The best two PD clusters that share the traffic. Without owned GPUs a single cluster of
-        the better one is as good, so one of the two has some."""
-        places = [place for place in self._market.places if self._decodes(place)]
-        best: Separate | None = None
-        for one, other in itertools.permutations(places, 2):
-            if one.supply.free_gpus < 2 * one.build.gpus or one.supply == other.supply:
-                continue
-            for found in self._divided(one, other):
-                if best is None or better(found, best, self._market):
-                    best = found
-        return best
-
-    def _divided(self, one: Place, other: Place) -> Iterator[Separate]:
-        """One cluster of owned GPUs, as large as they allow or smaller, and the best other one."""
-        for instances in range(2, one.supply.free_gpus // one.build.gpus + 1):
-            group = Group(one, instances)
-            rate = single_rate(self._traffic.of(one.build), instances)
-            first = self._option(group, None, None, rate, 0.0)
-            if first is None:
-                continue
-            market = self._market
-            if market.budget_usd is not None:
-                left = replace(market, budget_usd=market.budget_usd - group.usd_per_hour)
-            elif market.rate_rps is not None and first.rate_rps < market.rate_rps:
-                left = replace(market, rate_rps=market.rate_rps - first.rate_rps)
-            else:
-                continue
-            second = Counts(left, self._traffic).single(other)
-            if second is not None:
-                yield Separate(first, second)
-
-    def _decodes(self, place: Place) -> bool:
-        return self._traffic.of(place.build).decode_rps > 0
-
     # With a budget --------------------------------------------------------------------------------
 
     def _pairs_for_budget(
         self, here: Place, there: Place, link: LinkChoice, floor: float
     ) -> Iterator[Option]:
+        """Divides the numbers of local instances into ranges. No deployment of a range is faster
+        than one with the most local and the most remote instances of the range, so that most
+        ranges need not be looked into."""
         assert self._market.budget_usd is not None
         usd = self._market.budget_usd - link.usd_per_hour
         local, remote = self._traffic.of(here.build), self._traffic.of(there.build)
         if usd < -_ROUNDING:
             return
         most = int(here.supply.most_gpus(np.array(usd))) // here.build.gpus
-        n_locals = np.arange(1, most + 1)
-        rest = usd - here.supply.cost(np.asarray(n_locals * here.build.gpus, float))
-        n_remotes = there.supply.most_gpus(rest) // there.build.gpus
-        for n_local, n_remote in zip(
-            n_locals.tolist(), n_remotes.astype(int).tolist(), strict=True
-        ):
-            # Even if the local instances only decoded, they would not reach the floor.
-            hopeless = n_local * local.decode_rps * self._market.utilisation < floor
-            if n_remote < 1 or hopeless:
+        gpus = np.arange(0.0, most + 1) * here.build.gpus
+        n_remotes = there.supply.most_gpus(usd - here.supply.cost(gpus)) // there.build.gpus
+
+        def fastest(first: int, last: int) -> float:
+            n_remote = int(n_remotes[first])
+            if n_remote < 1:
+                return 0.0
+            return prfaas_rate(local, remote, self._traffic.long_bits, last, n_remote, link.bps)
+
+        ranges = [(-fastest(1, most), 1, most)] if most else []
+        while ranges:
+            rate, first, last = heapq.heappop(ranges)
+            rate = -rate
+            if rate == 0 or rate * self._market.utilisation < floor * (1 - _ROUNDING):
+                return  # this was the most promising range
+            if first < last:
+                middle = (first + last) // 2
+                for part in ((first, middle), (middle + 1, last)):
+                    heapq.heappush(ranges, (-fastest(*part), *part))
                 continue
-            rate = prfaas_rate(local, remote, self._traffic.long_bits, n_local, n_remote, link.bps)
-            if rate * self._market.utilisation < floor * (1 - _ROUNDING):
-                continue
+            n_remote = int(n_remotes[first])
             if self._goal is None:
-                if rate <= single_rate(local, n_local) * (1 + _ROUNDING):
+                if rate <= single_rate(local, first) * (1 + _ROUNDING):
                     continue  # the remote site would have nothing to do
-                n_remote = self._least_remote(local, remote, n_local, n_remote, link, rate)
-            option = self._option(Group(here, n_local), Group(there, n_remote), link, rate, floor)
+                n_remote = self._least_remote(local, remote, first, n_remote, link, rate)
+            option = self._option(Group(here, first), Group(there, n_remote), link, rate, floor)
             if option is not None:
                 floor = max(floor, option.rate_rps)
                 yield option
@@ -146,21 +122,29 @@ class Counts:
         local, remote = self._traffic.of(here.build), self._traffic.of(there.build)
         n_decode = _at_least(rate / local.decode_rps)
         all_local = _at_least(rate * local.all_s)
-        for n_prefill in range(self._tried(all_local)):
-            row = int(
-                np.searchsorted(local.short_s * rate, n_prefill * (1 + _ROUNDING), "right") - 1
-            )
-            if self._traffic.long_bits[row] * rate > link.bps * (1 + _ROUNDING):
+        n_prefills = np.arange(self._tried(all_local))
+        rows = np.searchsorted(local.short_s * rate, n_prefills * (1 + _ROUNDING), "right") - 1
+        carried = self._traffic.long_bits[rows] * rate <= link.bps * (1 + _ROUNDING)
+        fewest = np.maximum(np.ceil(rate * remote.long_s[rows] - _ROUNDING), 1)
+        local_gpus = np.asarray((n_decode + n_prefills) * here.build.gpus, float)
+        usd = here.supply.cost(local_gpus) + there.supply.cost(fewest * there.build.gpus)
+        usd += link.usd_per_hour
+        gpus = local_gpus + fewest * there.build.gpus
+        for index in np.lexsort((gpus, usd)):  # the cheapest first
+            if usd[index] > ceiling + _ROUNDING:
+                return
+            if not carried[index]:
                 continue
-            fewest = max(1, _at_least(rate * float(remote.long_s[row])))
-            for n_remote in range(fewest, self._tried(fewest) + 1):
-                near, far = Group(here, n_decode + n_prefill), Group(there, n_remote)
-                usd = near.usd_per_hour + far.usd_per_hour + link.usd_per_hour
-                if usd > ceiling + _ROUNDING or not _for_sale(near, far):
+            near = Group(here, n_decode + int(n_prefills[index]))
+            least = int(fewest[index])
+            for n_remote in range(least, self._tried(least) + 1):
+                far = Group(there, n_remote)
+                cost = near.usd_per_hour + far.usd_per_hour + link.usd_per_hour
+                if cost > ceiling + _ROUNDING or not _for_sale(near, far):
                     break
                 option = self._serving(near, far, link)
                 if option is not None:
-                    ceiling = min(ceiling, usd)
+                    ceiling = min(ceiling, cost)
                     yield option
                     break
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-import numpy as np
-
 from prfaas.advisor.market import LinkChoice, Market, Place, Supply
 from prfaas.planner.problem import Local, Path, Pool, Problem, Remote
 
@@ -32,7 +30,8 @@ class Group:
 
     @property
     def usd_per_hour(self) -> float:
-        return float(self.supply.cost(np.array(float(self.gpus))))
+        used = min(self.gpus, self.supply.free_gpus)
+        return used * self.supply.owned_usd + (self.gpus - used) * self.supply.marginal_usd
 
     @property
     def bought(self) -> int:

@@ -16,6 +16,7 @@ from prfaas.advisor import bounds
 from prfaas.advisor.counts import Counts
 from prfaas.advisor.market import Array, LinkChoice, Market, Place
 from prfaas.advisor.option import Alternative, Option, Separate, better
+from prfaas.advisor.separate import best_separate
 from prfaas.advisor.work import TrafficWork, coarsened
 
 SHOWN = 5  # PrfaaS options, each with another pair of accelerators
@@ -71,7 +72,7 @@ class Search:
             prfaas=best.in_order()[:SHOWN],
             same=_in_order(same, self.market)[0] if same else None,
             singles=self.singles(),
-            separate=self._counts.separate(),
+            separate=best_separate(self.market, self.traffic),
         )
 
     def singles(self) -> tuple[Option, ...]:
@@ -99,17 +100,17 @@ class Search:
 
     def pairs(self, only: LinkChoice | None = None) -> list[Pair]:
         """All pairs that could exist, or all with this link, the most promising first."""
+        links = self.market.links if only is None else (only,)
+        full = {link: bounds.link_rate(self.traffic.long_bits, link)[:-1] for link in links}
         found = []
         for here, there in itertools.product(self.market.here, self.market.there):
             local = self.traffic.of(here.build)
             if local.decode_rps == 0:
                 continue
             near, far = bounds.gpus_per_rps(here, there, local, self.traffic.of(there.build))
-            for link in self.market.links if only is None else (only,):
-                rate = bounds.link_rate(self.traffic.long_bits, link)[:-1]
-                found.append(
-                    Pair(here, there, link, self._bound(here, there, link, near, far, rate))
-                )
+            for link in links:
+                bound = self._bound(here, there, link, near, far, full[link])
+                found.append(Pair(here, there, link, bound))
         ascending = self.market.rate_rps is not None
         found.sort(key=lambda pair: pair.bound if ascending else -pair.bound)
         return found
