@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +24,13 @@ class Choice(NamedTuple):
     there: str
     n_remote: int
     gbps: float
+
+
+class Tried(NamedTuple):
+    order: tuple[float, ...]  # the smaller, the better
+    choice: Choice
+    rate_rps: float  # sustained
+    usd_per_hour: float
 
 
 class Exhaustive:
@@ -68,23 +76,39 @@ class Exhaustive:
             for total in range(1, n_locals + 1)
         ]
 
-    def best(self) -> tuple[Choice, float, float] | None:
-        """The best deployment of two sites, with its sustained rate and its cost."""
-        found: list[tuple[tuple[float, ...], Choice, float, float]] = []
+    def ranked(self) -> list[Tried]:
+        """The best deployment of two sites of each pair of accelerators, best first."""
+        best: dict[tuple[str, str], Tried] = {}
         for here, there, link in itertools.product(
             self.market.here, self.market.there, self.market.links
         ):
-            if here.build.decode is not None:
-                found += self._tried(here, there, link)
-        if not found:
-            return None
-        _, choice, rate, usd = min(found, key=lambda one: one[0])
-        return choice, rate, usd
+            if here.build.decode is None:
+                continue
+            key = (here.build.accelerator, there.build.accelerator)
+            for tried in self._tried(here, there, link):
+                if key not in best or tried.order < best[key].order:
+                    best[key] = tried
+        return sorted(best.values())
 
-    def _tried(
-        self, here: Place, there: Place, link: LinkChoice
-    ) -> list[tuple[tuple[float, ...], Choice, float, float]]:
+    def single(self) -> tuple[float, float]:
+        """Sustained rate and cost of the best PD cluster without a remote site."""
         market, found = self.market, []
+        for place in market.places:
+            if place.build.decode is None:
+                continue
+            for count, rate in enumerate(
+                self.rates(place.build, None, self._most(place), 0, 1.0), 1
+            ):
+                served, usd = rate * market.utilisation, self._usd(place, count)
+                if market.budget_usd is not None and served and usd <= market.budget_usd + 1e-9:
+                    found.append((-_digits(served), usd, served))
+                if market.rate_rps is not None and served >= market.rate_rps * (1 - 1e-9):
+                    found.append((usd, 0.0, served))
+        order = min(found)
+        return order[2], order[1] if market.budget_usd is not None else order[0]
+
+    def _tried(self, here: Place, there: Place, link: LinkChoice) -> Iterator[Tried]:
+        market = self.market
         n_locals, n_remotes = self._most(here), self._most(there)
         alone = self.rates(here.build, None, n_locals, 0, link.bps)
         for n_remote in range(1, n_remotes + 1):
@@ -106,8 +130,7 @@ class Exhaustive:
                         continue
                     order = (round(usd, 6), *size)
                 choice = Choice(here.build.title, n_local, there.build.title, n_remote, link.gbps)
-                found.append((order, choice, served, usd))
-        return found
+                yield Tried(order, choice, served, usd)
 
     def _most(self, place: Place) -> int:
         """The most instances that could be in any deployment."""

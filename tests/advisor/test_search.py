@@ -8,7 +8,7 @@ import pytest
 
 from prfaas.advisor.market import Market
 from prfaas.advisor.option import Option, problem_of
-from prfaas.advisor.search import Found, Search
+from prfaas.advisor.search import SHOWN, Found, Search
 from prfaas.advisor.work import coarsened
 from prfaas.planner.comparison import Planner
 from tests.advisor.exhaustive import Choice, Exhaustive
@@ -28,16 +28,20 @@ def choice_of(option: Option) -> Choice:
 
 def check_against_all_counts(market: Market) -> None:
     search = Search(market)
-    found = search.run()
-    expected = Exhaustive(search.market).best()
-    if expected is None:
-        assert not found.prfaas
-        return
-    choice, rate, usd = expected
-    best = found.prfaas[0]
-    assert best.rate_rps == pytest.approx(rate, rel=1e-9)
-    assert best.usd_per_hour == pytest.approx(usd)
-    assert choice_of(best) == choice
+    found, reference = search.run(), Exhaustive(search.market)
+    expected = reference.ranked()
+    assert len(found.prfaas) == min(len(expected), SHOWN)
+    for option, tried in zip(found.prfaas, expected, strict=False):
+        assert choice_of(option) == tried.choice
+        assert option.rate_rps == pytest.approx(tried.rate_rps, rel=1e-9)
+        assert option.usd_per_hour == pytest.approx(tried.usd_per_hour)
+    alone = search.best_prfaas()
+    assert (alone is None) == (not expected)
+    if alone is not None:
+        assert choice_of(alone) == expected[0].choice
+    rate, usd = reference.single()
+    assert found.singles[0].usd_per_hour == pytest.approx(usd)
+    assert found.singles[0].rate_rps == pytest.approx(rate, rel=1e-9)
 
 
 def coarse(market: Market, atoms: int = 256) -> Market:
