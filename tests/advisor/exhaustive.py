@@ -31,6 +31,8 @@ class Tried(NamedTuple):
     choice: Choice
     rate_rps: float  # sustained
     usd_per_hour: float
+    gpus: int
+    instances: int
 
 
 class Exhaustive:
@@ -90,9 +92,10 @@ class Exhaustive:
                     best[key] = tried
         return sorted(best.values())
 
-    def single(self) -> tuple[float, float]:
+    def single(self) -> tuple[float, float] | None:
         """Sustained rate and cost of the best PD cluster without a remote site."""
-        market, found = self.market, []
+        market = self.market
+        found: list[tuple[float, ...]] = []
         for place in market.places:
             if place.build.decode is None:
                 continue
@@ -101,11 +104,15 @@ class Exhaustive:
             ):
                 served, usd = rate * market.utilisation, self._usd(place, count)
                 if market.budget_usd is not None and served and usd <= market.budget_usd + 1e-9:
-                    found.append((-_digits(served), usd, served))
+                    found.append((-_digits(served), usd))
                 if market.rate_rps is not None and served >= market.rate_rps * (1 - 1e-9):
-                    found.append((usd, 0.0, served))
-        order = min(found)
-        return order[2], order[1] if market.budget_usd is not None else order[0]
+                    found.append((round(usd, 6), place.build.gpus * count, count, -_digits(served)))
+        if not found:
+            return None
+        best = min(found)
+        if market.budget_usd is not None:
+            return -best[0], best[1]
+        return -best[3], best[0]
 
     def _tried(self, here: Place, there: Place, link: LinkChoice) -> Iterator[Tried]:
         market = self.market
@@ -128,9 +135,9 @@ class Exhaustive:
                     suffices = alone[n_local - 1] * market.utilisation >= market.rate_rps
                     if served < market.rate_rps * (1 - 1e-9) or suffices:
                         continue
-                    order = (round(usd, 6), *size)
+                    order = (round(usd, 6), *size, -_digits(served))
                 choice = Choice(here.build.title, n_local, there.build.title, n_remote, link.gbps)
-                yield Tried(order, choice, served, usd)
+                yield Tried(order, choice, served, usd, *size)
 
     def _most(self, place: Place) -> int:
         """The most instances that could be in any deployment."""
@@ -144,7 +151,10 @@ class Exhaustive:
         rate = self.market.rate_rps / self.market.utilisation
         all_s = float(self._curves.prefill_long_s(place.build.profile)[0])
         decode = self.decode_rps(place.build, 1) if place.build.decode is not None else np.inf
-        return int(rate * all_s + 1) + int(rate / decode + 1)
+        needed = int(rate * all_s + 1) + int(rate / decode + 1)
+        if place.supply.buy_usd is None:
+            needed = min(needed, place.supply.free_gpus // place.build.gpus)
+        return needed
 
     def _usd(self, place: Place, instances: int) -> float:
         gpus, supply = instances * place.build.gpus, place.supply

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,6 +63,39 @@ def small_market(
         budget_usd=budget,
         rate_rps=rate,
     )
+
+
+def random_market(seed: int) -> Market:
+    """Prices, links and owned GPUs: some cost money, and of some no more can be bought."""
+    draw = random.Random(seed)
+    market = small_market(
+        budget=draw.uniform(4, 14),
+        near_usd=draw.uniform(0.3, 2),
+        far_usd=draw.uniform(0.5, 3),
+        gbps=tuple(draw.choices([0.001, 0.004, 0.01, 0.05, 0.2], k=draw.choice([1, 2]))),
+        link_usd=draw.choice([0, 0.3, 1.1]),
+    )
+
+    def owned(places: tuple[Place, ...]) -> tuple[Place, ...]:
+        supplies: dict[str, Supply] = {}
+        for place in places:
+            supply = place.supply
+            if supply.accelerator not in supplies:
+                gpus = draw.choice([0, 0, 3, 6])
+                price = None if gpus and draw.random() < 0.3 else supply.buy_usd
+                usd = draw.choice([0, 0.2, 5.0])
+                supplies[supply.accelerator] = Supply(
+                    supply.accelerator, supply.site, price, gpus, usd
+                )
+        return tuple(replace(place, supply=supplies[place.supply.accelerator]) for place in places)
+
+    market = replace(
+        market,
+        here=owned(market.here),
+        there=owned(market.there),
+        utilisation=draw.choice([0.5, 0.8, 1.0]),
+    )
+    return market if draw.random() < 0.5 else with_rate(market, draw.uniform(0.5, 5))
 
 
 def with_rate(market: Market, rate: float) -> Market:

@@ -110,13 +110,15 @@ Alternative: TypeAlias = Option | Separate
 
 def better(one: Alternative, other: Alternative, market: Market) -> bool:
     """With a budget: the larger rate, then the lower cost. With a rate: the lower cost. Then fewer
-    GPUs, and fewer instances. Differences by rounding do not count."""
-    if market.budget_usd is not None:
-        if abs(one.rate_rps - other.rate_rps) > 1e-9 * other.rate_rps:
-            return one.rate_rps > other.rate_rps
+    GPUs, fewer instances, and the larger rate. Differences by rounding do not count."""
+    same_rate = abs(one.rate_rps - other.rate_rps) <= 1e-9 * other.rate_rps
+    if market.budget_usd is not None and not same_rate:
+        return one.rate_rps > other.rate_rps
     if abs(one.usd_per_hour - other.usd_per_hour) > 1e-9:
         return one.usd_per_hour < other.usd_per_hour
-    return (one.gpus, one.instances) < (other.gpus, other.instances)
+    if (one.gpus, one.instances) != (other.gpus, other.instances):
+        return (one.gpus, one.instances) < (other.gpus, other.instances)
+    return one.rate_rps > other.rate_rps and not same_rate
 
 
 def gain_over(option: Option, other: Alternative, market: Market) -> float | None:
