@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import MODEL_MAPPING, AutoConfig, AutoModel, DynamicCache
+from transformers import MODEL_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache
 
 Bytes = dict[tuple[str, int], int]  # by kind of group and layer number
 
@@ -22,6 +22,17 @@ def saved(config: Any, folder: Path) -> dict[str, Any]:
     config.save_pretrained(folder)
     parsed: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return parsed
+
+
+def default_elements(config: Any) -> int:
+    """Elements of the matrices of a model of full size, whose weights are not allocated."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(
+        weights.numel()
+        for name, weights in model.named_parameters()
+        if weights.dim() >= 2 and "bias" not in name
+    )
 
 
 class Prefill:

@@ -95,6 +95,26 @@ def test_counts_what_transformers_caches_and_multiplies(
     assert shape_of(as_saved, name) == shape
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        *("apertus", "arcee", "bitnet", "phi", "vaultgemma"),
+        *("ernie4_5_moe", "flex_olmo", "granitemoe", "granitemoeshared", "olmoe", "phimoe"),
+        # Not in any table: read as Llama's form.
+        *("ernie4_5", "exaone4", "granite", "smollm3"),
+    ],
+)
+def test_families_without_a_tiny_model_are_counted(
+    model_type: str, caches: ModuleType, tmp_path: Path
+) -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(model_type)
+    shape = shape_of(caches.saved(config, tmp_path), model_type)
+    assert shape.total_elements == pytest.approx(caches.default_elements(config), rel=0.01)
+
+
 # On a CPU without bfloat16 units torch warns once about a slower path.
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")
 @pytest.mark.parametrize("name", [*LINEAR, "deepseek_v32", "gpt_oss"])

@@ -31,6 +31,12 @@ def published(name: str, **changes: Any) -> dict[str, Any]:
     return changed(PUBLISHED[name].config, **changes)
 
 
+def interval(first: int, last: int, every: int) -> dict[str, Any]:
+    gone = {"decoder_sparse_step": GONE, "mlp_only_layers": GONE}
+    names = ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval")
+    return {**gone, **dict(zip(names, (first, last, every), strict=True))}
+
+
 @pytest.mark.parametrize(
     ("fields", "layers"),
     [
@@ -45,6 +51,8 @@ def published(name: str, **changes: Any) -> dict[str, Any]:
         ({"moe_layers_enum": "3,4, 93"}, 3),
         ({"moe_layers_enum": [3, 4]}, 2),
         ({"num_dense_layers": 94}, 0),
+        (interval(1, -1, 1), 93),
+        (interval(4, 11, 2), 4),
     ],
 )
 def test_which_layers_have_experts(fields: dict[str, Any], layers: int) -> None:

@@ -91,6 +91,22 @@ def test_planner_and_emulated_engine_read_the_file(prfaas: Run, tiny: Path) -> N
         engine.close()
 
 
+def test_one_length_recalibrates_a_plan(prfaas: Run, tiny: Path) -> None:
+    out = tiny.parent / "one_length.toml"
+    arguments = ("--lengths", "64", "--batches", "", "--rounds", "1", "--accelerator", "h20")
+    assert prfaas("profile", "--model", tiny, *arguments, "--out", out).code == 0
+    text = DEPLOYMENT.replace("this-machine", "h20").replace("profile.toml", out.name)
+    (tiny.parent / "on_h20.toml").write_text(text)
+    plan = prfaas("plan", tiny.parent / "on_h20.toml", "--json").json
+    assert [(e["cluster"], e["what"]) for e in plan["estimated"]] == [
+        ("far", "prefill"),
+        ("near", "prefill"),
+        ("near", "decode"),
+    ]
+    corrected = ["known times of tiny on 1 x h20" in e["provenance"] for e in plan["estimated"]]
+    assert corrected == [True, True, False]
+
+
 def test_json_and_a_config_without_weights(prfaas: Run, tiny: Path) -> None:
     measured = prfaas(
         "profile", "--model", tiny / "config.json", "--lengths", "8,24", "--batches", "1",
@@ -109,7 +125,6 @@ def test_json_and_a_config_without_weights(prfaas: Run, tiny: Path) -> None:
     ("arguments", "message"),
     [
         (("--lengths", "1K,2K"), "--lengths: '1K,2K' is not a list of numbers"),
-        (("--lengths", "64"), "one length; give at least two"),
         (("--lengths", "64,40000"), "40000 tokens are more than the model's 32768"),
         (("--rounds", "0"), "--rounds: 0"),
         (("--device", "abacus"), "use cpu, cuda or cuda:N"),

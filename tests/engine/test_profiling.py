@@ -120,7 +120,7 @@ def test_noise_is_levelled_and_owned_up_to() -> None:
 @pytest.mark.parametrize(
     ("lengths", "cached", "batches", "message"),
     [
-        ([64], [], [1], "lengths: only one length; give at least two"),
+        ([], [], [1], "lengths: no length; give one or more"),
         ([64, 64], [], [1], "lengths: a value is repeated"),
         ([0, 64], [], [1], "lengths: 0 is too small; use 1 or more"),
         ([64, 4000], [200], [1], "lengths: 4200 tokens are more than the model's 4096"),

@@ -78,4 +78,4 @@ def test_an_accelerator_without_points_has_a_larger_error() -> None:
 
 def test_the_error_in_words() -> None:
     error = calibrate(constants(accelerator=0.0, length=0.0), []).error("prefill", "a", "x", 8)
-    assert error.in_words == "two of three are within 35%"
+    assert error.in_words == "two of three are within a factor of 1.35"

@@ -114,6 +114,8 @@ def test_without_a_remote_cluster_there_is_no_map() -> None:
         ((0.5, 0.8, 1.2), 2.0),  # half-way on the logarithmic axis between 1 and 4
         ((1.1, 1.2, 1.3), 0.25),
         ((0.5, 0.8, 1.0), None),
+        ((0.5, 1.002, 1.2), 1.0),  # a gain of 0.2% is not one
+        ((0.5, 0.8, 1.002), None),
         ((0.5, None, 1.2), None),
     ],
 )

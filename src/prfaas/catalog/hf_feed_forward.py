@@ -15,13 +15,14 @@ from prfaas.catalog.shape import Dense, Experts
 DESCRIBE_SHAPE = "describe the model in a [[models]] table with [models.shape] of a catalog TOML"
 
 COUNT = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k")
+PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k")
 SHARED_WIDTH = (
     "shared_expert_intermediate_size",
     "moe_shared_expert_intermediate_size",
     "share_expert_dim",
+    "shared_intermediate_size",
 )
-SHARED_COUNT = ("n_shared_experts", "num_shared_experts")
+SHARED_COUNT = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 LATENT = ("moe_latent_size", "routed_expert_hidden_size")
 
 # Whether each layer has experts. None: the fields do not say.
@@ -44,14 +45,19 @@ _DEEPSEEK = Family(experts=True, shared=True)
 FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "qwen3_5", "qwen3_5_text"), _PLAIN),
     **dict.fromkeys(("phi3", "olmo3", "cohere2", "seed_oss", "falcon_h1"), _PLAIN),
-    **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), _PLAIN),
-    "starcoder2": Family(matrices=2),
-    **dict.fromkeys(("mixtral", "gpt_oss", "minimax_m2"), _MIXTRAL),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text", "vaultgemma"), _PLAIN),
+    "bitnet": _PLAIN,
+    **dict.fromkeys(("apertus", "arcee", "nemotron", "phi", "starcoder2"), Family(matrices=2)),
+    **dict.fromkeys(("mixtral", "gpt_oss", "minimax_m2", "olmoe", "flex_olmo"), _MIXTRAL),
+    **dict.fromkeys(("phimoe", "granitemoe"), _MIXTRAL),
+    "granitemoeshared": Family(
+        experts=True, everywhere=True, width="intermediate_size", shared=True
+    ),
     "qwen3_moe": Family(experts=True, everywhere=True),
     **dict.fromkeys(("qwen2_moe", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"), _QWEN),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2"), _DEEPSEEK),
     **dict.fromkeys(("kimi_linear", "bailing_hybrid", "bailing_moe_linear"), _DEEPSEEK),
-    **dict.fromkeys(("glm4_moe", "afmoe", "step3p5"), _DEEPSEEK),
+    **dict.fromkeys(("glm4_moe", "afmoe", "step3p5", "ernie4_5_moe", "dots1"), _DEEPSEEK),
     "mimo_v2_flash": Family(experts=True),
     "nemotron_h": Family(matrices=2, experts=True, shared=True),
 }
@@ -138,7 +144,7 @@ def _first(f: Fields, keys: tuple[str, ...]) -> int:
 
 
 def _placement(f: Fields, family: Family) -> list[bool]:
-    for rule in (_by_list, _by_frequency, _by_numbers, _after_dense, _by_step):
+    for rule in (_by_list, _by_frequency, _by_numbers, _after_dense, _by_step, _by_interval):
         placed = rule(f)
         if placed is not None:
             return placed
@@ -207,6 +213,17 @@ def _by_step(f: Fields) -> Placement:
     if beyond:
         raise f.error("mlp_only_layers", f"{listed(beyond)} is not a layer of the model")
     return [layer not in dense and (layer + 1) % step == 0 for layer in range(f.layer_count())]
+
+
+def _by_interval(f: Fields) -> Placement:
+    """ERNIE: experts in every n-th layer between two layers, both included."""
+    if not f.has("moe_layer_start_index"):
+        return None
+    first, every = f.count("moe_layer_start_index", least=0), f.count("moe_layer_interval", 1)
+    last = f.count("moe_layer_end_index", -1, least=-1)
+    layers = range(f.layer_count())
+    last = len(layers) - 1 if last == -1 else last
+    return [first <= layer <= last and (layer + 1) % every == 0 for layer in layers]
 
 
 def _nemotron(f: Fields, family: Family) -> tuple[Dense | None, Experts | None]:

@@ -110,7 +110,8 @@ def profile(
 
     The machine should be idle. First runs are not counted. Where noise makes a longer prompt look
     faster than a shorter one, both get their mean, and the profile's source notes it. To use the
-    profile in `prfaas plan`, name its file under `catalog = [...]` in the deployment file.
+    profile in `prfaas plan`, name its file under `catalog = [...]` in the deployment file. Two or
+    more lengths make a profile; a single one still recalibrates what `prfaas plan` estimates.
 
     \b
       prfaas profile --model ./tiny-kimi --lengths 256,1024,4096 --out tiny.toml

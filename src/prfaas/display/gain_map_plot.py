@@ -10,7 +10,7 @@ from matplotlib import ticker
 from matplotlib.colors import TwoSlopeNorm
 
 from prfaas.display.figure import make_folder, pyplot, save
-from prfaas.studies.gain_map import GainMap, Gains
+from prfaas.studies.gain_map import PAYS, GainMap, Gains
 
 FILE_NAME = "gain_map.png"
 # Beyond these gains the colour no longer changes.
@@ -52,7 +52,7 @@ def _panel(axes: Any, gains: GainMap, name: str) -> Any:
     shades = axes.contourf(
         gains.links_gbps, lengths, values, levels=levels, cmap="RdBu", norm=norm, extend="both"
     )
-    axes.contour(gains.links_gbps, lengths, values, levels=[1.0], colors="black")
+    axes.contour(gains.links_gbps, lengths, values, levels=[PAYS], colors="black")
     axes.plot([], [], color="black", label="PrfaaS begins to pay")  # the contour, for the legend
     own = gains.own
     axes.plot(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from prfaas.studies.gain_map import GainMap, Gains, pays_from_gbps
+from prfaas.studies.gain_map import PAYS, GainMap, Gains, pays_from_gbps
 
 
 def gain_map_tables(gains: GainMap) -> list[Table]:
@@ -47,8 +47,7 @@ def _table(gains: GainMap, name: str, title: str) -> Table:
 def _shown(gain: float | None) -> str:
     if gain is None:
         return "-"
-    # Rounded first: a gain that reads 1.00 is not shown as one that pays.
-    return f"[green]{gain:.2f}[/]" if round(gain, 2) > 1 else f"{gain:.2f}"
+    return f"[green]{gain:.2f}[/]" if gain > PAYS else f"{gain:.2f}"
 
 
 def _pays_from(gains: GainMap, cells: Gains) -> str:

@@ -164,7 +164,7 @@ def estimate_notes(
             f"{times.provenance}; {times.error.in_words}."
         )
         if times.inferred:
-            line += f" Of {times.accelerator}, {', '.join(times.inferred)} are inferred."
+            line += f" Inferred figures of {times.accelerator}: {', '.join(times.inferred)}."
         lines.append(line)
     if ranges is not None:
         lines.append(
@@ -190,9 +190,8 @@ def _narrow_text(best: Measurement, model: str) -> str:
     before, after = (range_text(found, ".2f").strip("()") for found in (best.before, best.after))
     return (
         f"The measurement that narrows this most: {model} on {best.gpus} x {best.accelerator} "
-        f"({what}). If it confirms the estimate, the range of the {figure} shrinks from {before} to "
-        f"{after}.\n"
-        f"  {best.command}"
+        f"({what}). If it confirms the estimate, the range of the {figure} shrinks from "
+        f"{before} to {after}.\n  {best.command}"
     )
 
 

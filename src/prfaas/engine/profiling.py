@@ -276,10 +276,8 @@ def check_points(lengths: Sequence[int], cached: Sequence[int], batches: Sequenc
             raise InputError("a value is repeated", where=where, fix="name each value once")
         if min(values, default=1) < 1:
             raise InputError(f"{min(values)} is too small", where=where, fix="use 1 or more")
-    if len(lengths) < 2:
-        raise InputError(
-            "only one length", where="lengths", fix="give at least two: a profile is a curve"
-        )
+    if not lengths:
+        raise InputError("no length", where="lengths", fix="give one or more")
 
 
 def _check(

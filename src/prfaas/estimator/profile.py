@@ -11,7 +11,7 @@ from prfaas.estimator.times import decode_s, prefill_s
 NEW_TOKENS = (128, 1024, 4096, 8192, 16384, 32768, 65536, 131072, 262144, 1048576)
 CACHED_TOKENS = (0, 8192, 32768, 131072)
 MOST_SEQUENCES = 1024  # vLLM's max_num_seqs on data-center GPUs
-SOURCE = "counted work and fitted efficiencies (docs/estimates.md)"
+SOURCE = "counted work and fitted constants (docs/estimates.md)"
 ENGINE = "a serving engine with tensor parallelism"
 
 

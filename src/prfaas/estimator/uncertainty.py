@@ -52,7 +52,7 @@ class EstimateError:
 
     @property
     def in_words(self) -> str:
-        return f"two of three are within {math.expm1(self.sigma):.0%}"
+        return f"two of three are within a factor of {math.exp(self.sigma):.2f}"
 
 
 @dataclass(frozen=True, slots=True)

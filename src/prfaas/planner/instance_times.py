@@ -25,7 +25,9 @@ from prfaas.estimator.uncertainty import (
     Calibration,
     EstimateError,
     Observation,
+    Phase,
     calibrate,
+    effects_of,
     observation,
 )
 from prfaas.kvspec import KVSpec
@@ -105,8 +107,11 @@ class TimesFinder:
 
     @cached_property
     def calibration(self) -> Calibration:
-        observations = [seen for record in self._evidence for seen in self._observations(record)]
-        return calibrate(self._constants, observations)
+        return calibrate(self._constants, [seen for _, seen in self._known])
+
+    @cached_property
+    def _known(self) -> list[tuple[ProfileRecord, Observation]]:
+        return [(record, seen) for record in self._evidence for seen in self._observed(record)]
 
     def instance(self, accelerator: str, gpus: int) -> Instance:
         return Instance(
@@ -171,26 +176,29 @@ class TimesFinder:
         name, calibration = self._model.name, self.calibration
         prefill_factor = calibration.correction("prefill", name, accelerator)
         decode_factor = calibration.correction("decode", name, accelerator)
-        corrected = self._corrected(record, prefill_factor)
+        corrected = self._corrected(record, "prefill", prefill_factor)
         return InstanceTimes(
             prefill=prefill_profile(self._catalog, corrected, prefill_factor),
             prefill_error=calibration.error("prefill", name, accelerator, gpus),
             decode=tuple(DecodeStep(p.batch, p.step_s * decode_factor) for p in record.decode),
             decode_error=calibration.error("decode", name, accelerator, gpus),
-            decode_provenance=self._corrected(record, decode_factor).provenance,
+            decode_provenance=self._corrected(record, "decode", decode_factor).provenance,
         )
 
-    def _corrected(self, record: ProfileRecord, factor: float) -> ProfileRecord:
+    def _corrected(self, record: ProfileRecord, phase: Phase, factor: float) -> ProfileRecord:
         """The estimate, with a source that names the times that correct it."""
-        if factor == 1.0:
-            return record
+        own = set(effects_of(phase, record.model, record.accelerator))
         places = [
-            f"{known.model} on {known.gpus} x {known.accelerator}" for known in self._evidence
+            f"{known.model} on {known.gpus} x {known.accelerator}"
+            for known, seen in self._known
+            if own.intersection(seen.effects)
         ]
+        if not places:
+            return record
         source = f"{record.source}, times {factor:.2f} after known times of {', '.join(places)}"
         return msgspec.structs.replace(record, source=source)
 
-    def _observations(self, record: ProfileRecord) -> Iterator[Observation]:
+    def _observed(self, record: ProfileRecord) -> Iterator[Observation]:
         """What a measured profile says about the errors of estimates."""
         instance = self._instance_of(record)
         if instance is None:

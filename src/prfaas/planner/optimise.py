@@ -79,7 +79,7 @@ class Producers:
     without its decode term."""
 
     def __init__(self, problem: Problem, curves: WorkCurves) -> None:
-        self.rows = _allowed_rows(problem, curves)
+        self.rows = allowed_rows(problem, curves)
         p = curves.cuts.p[self.rows]
         theta_prfaas = sum(_theta_prfaas(problem, curves, self.rows), np.zeros(len(p)))
         short_s = curves.prefill_short_s(problem.local.pool.profile)[self.rows]
@@ -125,7 +125,7 @@ def _theta_pd_d(problem: Problem, n_prefill: int) -> float:
     return eq5_theta_pd_d(n_decode, decode.bs_max, decode.t_decode_s, output_tokens)
 
 
-def _allowed_rows(problem: Problem, curves: WorkCurves) -> Rows:
+def allowed_rows(problem: Problem, curves: WorkCurves) -> Rows:
     threshold = curves.cuts.threshold
     if not problem.remotes:
         return np.array([len(threshold) - 1])

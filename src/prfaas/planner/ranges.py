@@ -11,8 +11,8 @@ The draws are a fixed sequence, so that equal problems have equal ranges. Pure.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -23,17 +23,18 @@ from prfaas.estimator.uncertainty import EstimateError
 from prfaas.planner import baselines
 from prfaas.planner.comparison import DEFAULT_UTILISATION
 from prfaas.planner.curves import Array, Atoms, Reading, WorkCurves, cut_workload
+from prfaas.planner.drawn_plans import DrawnPlans, Draws, plan_draws
 from prfaas.planner.latency import TTFT, paper_ttft, predict
-from prfaas.planner.optimise import optimise, stage_rates
 from prfaas.planner.problem import Pool, Problem
-from prfaas.planner.profile import DecodeStep, PrefillProfile, decode_rate
+from prfaas.planner.profile import DecodeRate, DecodeStep, PrefillProfile, decode_rate
 from prfaas.planner.workload import Workload, weighted_sum
 
-DRAWS = 256
-# The exact reading convolves distributions for a TTFT. The first draws fill the space evenly, too.
-EXACT_TTFT_DRAWS = 64
+DRAWS = 512
+# A TTFT takes longer than a plan; the exact reading convolves distributions for it. The first draws
+# fill the space evenly, too.
+TTFT_DRAWS: dict[Reading, int] = {"paper": 256, "exact": 64}
 LOW, HIGH = 0.05, 0.95
-MERGED_ATOMS = 2048
+MERGED_ATOMS = 1024
 
 
 class Range(NamedTuple):
@@ -95,9 +96,9 @@ def plan_ranges(
     errors = _Errors(problem)
     if not errors.sources:
         return None
-    outcomes = _Outcomes(problem, reading, load_rps)
+    plans = _Drawn(problem, reading, load_rps)
     drawn = _normal_draws(draws, len(errors.sources))
-    figures = outcomes.figures(errors.factors(drawn), ttft=True)
+    figures = plans.figures(errors.prefill_factors(drawn), errors.decode_factors(drawn), ttft=True)
     return PlanRanges(
         threshold_tokens=figures.range("threshold") if problem.remotes else None,
         n_prefill=figures.required("n_prefill"),
@@ -107,7 +108,7 @@ def plan_ranges(
         over_homogeneous=figures.range("over_homogeneous"),
         over_equal_cost=figures.range("over_equal_cost"),
         slo_missed=figures.slo_missed,
-        narrow_with=_narrowest(problem, errors, outcomes, drawn, figures) if narrow else None,
+        narrow_with=_narrowest(problem, errors, plans, drawn, figures) if narrow else None,
     )
 
 
@@ -133,13 +134,6 @@ def merged(workload: Workload, most_atoms: int = MERGED_ATOMS) -> Workload:
 # Errors as factors ---------------------------------------------------------------------------
 
 
-class Factors(NamedTuple):
-    """By what the times of a draw differ from the estimates."""
-
-    prefill: Mapping[PrefillProfile, float]
-    decode: float
-
-
 class _Errors:
     """The errors of a problem on independent sources, each with the standard deviation 1."""
 
@@ -160,18 +154,20 @@ class _Errors:
             parts[error.instance] = error.length
         return np.array([parts.get(source, 0.0) for source in self.sources])
 
-    def factors(self, draws: Array, measured: Pool | None = None) -> Iterator[Factors]:
+    def prefill_factors(
+        self, drawn: Array, measured: Pool | None = None
+    ) -> dict[PrefillProfile, Array]:
         """The factors of each draw. The times of the `measured` pool are not estimated."""
-        prefill = {
-            profile: np.exp(draws @ self.weights(pool.error))
+        return {
+            profile: np.exp(drawn @ self.weights(pool.error))
             for profile, pool in self.pools.items()
-            if pool.error is not None and pool is not measured
+            if pool.error is not None and (measured is None or profile != measured.profile)
         }
-        decode = np.ones(len(draws))
-        if self.decode is not None and self.local is not measured:
-            decode = np.exp(draws @ self.weights(self.decode))
-        for index in range(len(draws)):
-            yield Factors({p: float(f[index]) for p, f in prefill.items()}, float(decode[index]))
+
+    def decode_factors(self, drawn: Array, measured: Pool | None = None) -> Array:
+        if self.decode is None or self.local is measured:
+            return np.ones(len(drawn))
+        return np.asarray(np.exp(drawn @ self.weights(self.decode)))
 
     def of_pool(self, pool: Pool) -> list[EstimateError]:
         """The errors that a measurement of this pool's instances removes."""
@@ -200,61 +196,15 @@ def _after_measuring(draws: Array, seen: Array, noise: Array) -> Array:
     return np.asarray(draws @ root)
 
 
-# Plans of the draws ----------------------------------------------------------------------------
-
-
-class _PacedCurves(WorkCurves):
-    """Curves with the times of each profile multiplied by a factor. Both readings are linear in
-    the times, so nothing is computed again."""
-
-    def __init__(self, base: WorkCurves, factors: Mapping[PrefillProfile, float]) -> None:
-        self.cuts = base.cuts
-        self.kv_bytes_long = base.kv_bytes_long
-        self._base = base
-        self._factors = factors
-
-    def prefill_long_s(self, profile: PrefillProfile) -> Array:
-        return self._base.prefill_long_s(profile) * self._factors.get(profile, 1.0)
-
-    def prefill_short_s(self, profile: PrefillProfile) -> Array:
-        return self._base.prefill_short_s(profile) * self._factors.get(profile, 1.0)
-
-
-class _PacedAtoms(Atoms):
-    """The same for the times of single requests."""
-
-    def __init__(self, base: Atoms, factors: Mapping[PrefillProfile, float]) -> None:
-        self.workload = base.workload
-        self.spec = base.spec
-        self.growing_bytes = base.growing_bytes
-        self.closing_bytes = base.closing_bytes
-        self._base = base
-        self._factors = factors
-
-    def prefill_s(self, profile: PrefillProfile) -> Array:
-        return self._base.prefill_s(profile) * self._factors.get(profile, 1.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The figures of one draw; NaN where there is none."""
-
-    threshold: float
-    n_prefill: float
-    lambda_max: float
-    over_homogeneous: float
-    over_equal_cost: float
-    ttft_mean: float = math.nan
-    ttft_p90: float = math.nan
+# Figures of the draws ----------------------------------------------------------------------------
 
 
 class _Figures:
-    def __init__(self, outcomes: Sequence[Outcome], slo_missed: float) -> None:
+    """Each figure in all draws; NaN where a draw does not have it."""
+
+    def __init__(self, columns: dict[str, Array], slo_missed: float) -> None:
         self.slo_missed = slo_missed
-        self._columns = {
-            field.name: np.array([getattr(outcome, field.name) for outcome in outcomes])
-            for field in fields(Outcome)
-        }
+        self._columns = columns
 
     def range(self, name: str) -> Range | None:
         column = self._columns[name]
@@ -271,8 +221,8 @@ class _Figures:
         return found
 
 
-class _Outcomes:
-    """Plans a problem under factors."""
+class _Drawn:
+    """Plans a problem and its baselines with the times of each draw."""
 
     def __init__(self, problem: Problem, reading: Reading, load_rps: float | None) -> None:
         # A TTFT goal does not change the plan, and the load that meets it takes long to find.
@@ -282,88 +232,94 @@ class _Outcomes:
         self._atoms = Atoms(self._problem.workload, problem.spec)
         self._curves = WorkCurves(cut_workload(self._problem.workload), self._atoms, reading)
 
-    def figures(self, draws: Iterator[Factors], *, ttft: bool) -> _Figures:
-        outcomes, missed, total = [], 0, 0
-        for factors in draws:
-            few = self._reading == "paper" or total < EXACT_TTFT_DRAWS
-            problem = _decoding(self._problem, factors.decode)
-            if problem is None:
-                missed += 1
-            else:
-                outcomes.append(self._outcome(problem, factors.prefill, ttft and few))
-            total += 1
-        if not outcomes:
+    def figures(
+        self, prefill: Mapping[PrefillProfile, Array], decode: Array, *, ttft: bool
+    ) -> _Figures:
+        rates = [_decode_rate(self._problem, float(factor)) for factor in decode]
+        served = np.array([rate is not None for rate in rates])
+        if not served.any():
             raise InputError(
                 "no decode batch meets the SLO in any draw of the estimates' errors",
                 where="slo.output_tokens_per_s",
                 fix="lower the SLO or choose another accelerator",
             )
-        return _Figures(outcomes, missed / total)
-
-    def _outcome(
-        self, problem: Problem, prefill: Mapping[PrefillProfile, float], ttft: bool
-    ) -> Outcome:
-        curves = _PacedCurves(self._curves, prefill)
-        choice = optimise(problem, curves)
-        rates = stage_rates(problem, curves, choice)
-        threshold = int(curves.cuts.threshold[choice.row])
-        whole = problem.remotes and choice.n_prefill
-        outcome = Outcome(
-            threshold=float(threshold) if whole else 0.0,
-            n_prefill=float(choice.n_prefill),
-            lambda_max=rates.lambda_max,
-            over_homogeneous=self._gain(rates.lambda_max, baselines.homogeneous(problem), curves),
-            over_equal_cost=self._gain(rates.lambda_max, baselines.equal_cost(problem), curves),
+        draws = Draws(
+            {profile: factors[served] for profile, factors in prefill.items()},
+            tuple(rate for rate in rates if rate is not None),
         )
-        if not ttft:
-            return outcome
-        shares = tuple(theta / rates.prfaas for theta in rates.each_prfaas)
-        atoms = _PacedAtoms(self._atoms, prefill)
-        times = self._ttft(problem, atoms, threshold, choice.n_prefill, shares, rates.lambda_max)
-        if times is None:  # no steady state
-            return replace(outcome, ttft_mean=math.inf, ttft_p90=math.inf)
-        return replace(outcome, ttft_mean=times.mean_s, ttft_p90=times.p90_s)
+        plans = plan_draws(self._problem, self._curves, draws)
+        threshold = self._curves.cuts.threshold[plans.row].astype(float)
+        columns = {
+            "threshold": np.where(plans.n_prefill > 0, threshold, 0.0),
+            "n_prefill": plans.n_prefill.astype(float),
+            "lambda_max": plans.lambda_max,
+            "over_homogeneous": self._gains(plans, baselines.homogeneous(self._problem), draws),
+            "over_equal_cost": self._gains(plans, baselines.equal_cost(self._problem), draws),
+        }
+        if ttft:
+            times = [self._ttft(plans, draws, index) for index in range(self._ttft_draws(draws))]
+            # Without a steady state there is no TTFT: it grows without bound.
+            columns["ttft_mean"] = np.array([t.mean_s if t else np.inf for t in times])
+            columns["ttft_p90"] = np.array([t.p90_s if t else np.inf for t in times])
+        return _Figures(columns, 1 - float(served.mean()))
 
-    def _gain(self, rate: float, baseline: Problem | None, curves: WorkCurves) -> float:
+    def _gains(self, plans: DrawnPlans, baseline: Problem | None, draws: Draws) -> Array:
         if baseline is None:
-            return math.nan
-        below = stage_rates(baseline, curves, optimise(baseline, curves)).lambda_max
-        return rate / below if below else math.nan
+            return np.full(len(plans.row), np.nan)
+        below = plan_draws(baseline, self._curves, draws).lambda_max
+        return np.asarray(plans.lambda_max / below)
 
-    def _ttft(
-        self,
-        problem: Problem,
-        atoms: Atoms,
-        threshold: int,
-        n_prefill: int,
-        shares: tuple[float, ...],
-        capacity_rps: float,
-    ) -> TTFT | None:
+    def _ttft_draws(self, draws: Draws) -> int:
+        return min(len(draws.decode), TTFT_DRAWS[self._reading])
+
+    def _ttft(self, plans: DrawnPlans, draws: Draws, index: int) -> TTFT | None:
+        local = replace(self._problem.local, decode=draws.decode[index])
+        problem = replace(self._problem, local=local)
+        factors = {profile: float(drawn[index]) for profile, drawn in draws.prefill.items()}
+        atoms = _PacedAtoms(self._atoms, factors)
+        threshold = int(self._curves.cuts.threshold[plans.row[index]])
+        each = plans.each_prfaas[:, index]
+        shares = tuple((each / each.sum()).tolist())
         if self._reading == "paper":
             return paper_ttft(problem, atoms, threshold, shares)
-        load = self._load_rps or capacity_rps * DEFAULT_UTILISATION
+        load = self._load_rps or float(plans.lambda_max[index]) * DEFAULT_UTILISATION
+        n_prefill = int(plans.n_prefill[index])
         return predict(problem, atoms, threshold, n_prefill, shares, load).ttft
 
 
-def _decoding(problem: Problem, factor: float) -> Problem | None:
-    """The problem with decode steps that take `factor` times as long. None if no batch meets the
+class _PacedAtoms(Atoms):
+    """The times of single requests, with those of each profile multiplied by a factor."""
+
+    def __init__(self, base: Atoms, factors: Mapping[PrefillProfile, float]) -> None:
+        self.workload = base.workload
+        self.spec = base.spec
+        self.growing_bytes = base.growing_bytes
+        self.closing_bytes = base.closing_bytes
+        self._base = base
+        self._factors = factors
+
+    def prefill_s(self, profile: PrefillProfile) -> Array:
+        return self._base.prefill_s(profile) * self._factors.get(profile, 1.0)
+
+
+def _decode_rate(problem: Problem, factor: float) -> DecodeRate | None:
+    """The operating point with steps that take `factor` times as long. None if no batch meets the
     SLO then."""
     local = problem.local
     if local.decode_error is None or local.output_tokens_per_s is None:
-        return problem
+        return local.decode
     steps = [DecodeStep(step.batch, step.step_s * factor) for step in local.decode.steps]
     try:
-        chosen = decode_rate(steps, local.output_tokens_per_s)
+        return decode_rate(steps, local.output_tokens_per_s)
     except InputError:
         return None
-    return replace(problem, local=replace(local, decode=chosen))
 
 
 # The measurement that narrows most -----------------------------------------------------------
 
 
 def _narrowest(
-    problem: Problem, errors: _Errors, outcomes: _Outcomes, draws: Array, figures: _Figures
+    problem: Problem, errors: _Errors, plans: _Drawn, drawn: Array, figures: _Figures
 ) -> Measurement | None:
     """Supposes each measurement in turn, and propagates the errors that remain."""
     figure: Literal["gain", "lambda_max_rps"] = "gain"
@@ -379,8 +335,12 @@ def _narrowest(
             continue
         seen = np.stack([errors.weights(error, length=False) for error in known])
         noise = np.array([error.length for error in known]) / math.sqrt(len(lengths))
-        remaining = _after_measuring(draws, seen, noise)
-        after = outcomes.figures(errors.factors(remaining, measured=pool), ttft=False)
+        remaining = _after_measuring(drawn, seen, noise)
+        after = plans.figures(
+            errors.prefill_factors(remaining, measured=pool),
+            errors.decode_factors(remaining, measured=pool),
+            ttft=False,
+        )
         decodes = pool is errors.local and errors.decode is not None
         found.append(
             Measurement(

@@ -34,6 +34,9 @@ FINE_MEAN_TOKENS = tuple(round(2 ** (half / 2)) for half in range(22, 37))
 # A threshold is exact to a part in so many of the requests, which is more than a map can show.
 ATOMS = 512
 
+# A gain below this is within the coarseness of the atoms: PrfaaS does not pay there, nor cost.
+PAYS = 1.005
+
 # Builds the deployment's problem for other traffic. Raises where the model does not fit.
 ProblemFor: TypeAlias = Callable[[Workload], Problem]
 Gains: TypeAlias = tuple[float | None, ...]
@@ -132,16 +135,16 @@ def gain_map(
 
 
 def pays_from_gbps(links_gbps: Sequence[float], gains: Gains) -> float | None:
-    """The bandwidth from which on the gain is above 1, interpolated between the cells: the lowest
-    of the map if it always is. None if it never is."""
+    """The bandwidth at which the gain passes 1, interpolated between the cells: the lowest of the
+    map if PrfaaS always pays. None if it never does."""
     before: tuple[float, float] | None = None
     for gbps, gain in zip(links_gbps, gains, strict=True):
         if gain is None:
             return None
-        if gain > 1:
+        if gain > PAYS:
             if before is None:
                 return gbps
-            share = (1 - before[1]) / (gain - before[1])
+            share = max(0.0, 1 - before[1]) / (gain - before[1])
             return float(math.exp(_between(math.log(before[0]), math.log(gbps), share)))
         before = (gbps, gain)
     return None
