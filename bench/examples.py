@@ -23,7 +23,7 @@ import click
 from _page_blocks import fill
 from prfaas.catalog import Catalog
 from prfaas.config import parse_deployment
-from prfaas.studies.gain_map import FINE_LINKS_GBPS, gain_map, pays_from_gbps
+from prfaas.studies.gain_map import FINE_LINKS_GBPS, PAYS, gain_map, pays_from_gbps
 from prfaas.studies.problem_files import Study
 
 ROOT = Path(__file__).parents[1]
@@ -55,7 +55,7 @@ class Example(NamedTuple):
 EXAMPLES = (
     Example("qwen3.5_h200_h20", "Qwen3.5-397B, H200 and H20", ("homogeneous", "equal_cost")),
     Example("kimi_linear_b200_rtxpro", "Kimi Linear, RTX PRO 6000 and B200", ("equal_cost",)),
-    Example("kimi_k3_b300_mi355x", "Kimi K3, B300 and MI355X", ("homogeneous",)),
+    Example("mimo_mi300x_h200", "MiMo-V2-Flash, MI300X and H200", ("homogeneous", "equal_cost")),
 )
 
 
@@ -105,6 +105,8 @@ def answer(report: Report, name: str, than: str) -> str:
         return text + "it pays, also at the lower end of the range."
     if round(span["high"], 2) < 1:
         return text + "it does not pay, even at the upper end of the range."
+    if abs(ratio - 1) < PAYS - 1:
+        return text + "it is about even, and the range includes 1."
     likely = "pays" if ratio > 1 else "does not pay"
     return text + f"it probably {likely}, but the range includes 1."
 

@@ -76,6 +76,7 @@ def report(ratio: float | None, low: float = 0.0, high: float = 0.0) -> dict[str
     [
         (1.4, 1.1, 1.7, "1.40 (1.10-1.70) times the requests: it pays, also at the lower end"),
         (1.4, 1.0, 1.7, "it probably pays, but the range includes 1"),
+        (1.001, 0.7, 1.2, "it is about even, and the range includes 1"),
         (0.9, 0.7, 1.2, "it probably does not pay, but the range includes 1"),
         (0.6, 0.5, 0.7, "it does not pay, even at the upper end"),
         (None, 0.0, 0.0, "not known, because a price is missing"),

@@ -33,9 +33,8 @@ def gains() -> GainMap:
 
 def test_the_own_point_has_the_gains_of_the_plan(gains: GainMap) -> None:
     ratios = STUDY.plan(DEPLOYMENT).ratios
-    # The map has fewer atoms, so that its threshold is coarser.
-    assert gains.own.over_homogeneous == pytest.approx(ratios["prfaas_over_homogeneous"], rel=2e-3)
-    assert gains.own.over_equal_cost == pytest.approx(ratios["prfaas_over_equal_cost"], rel=2e-3)
+    assert gains.own.over_homogeneous == pytest.approx(ratios["prfaas_over_homogeneous"])
+    assert gains.own.over_equal_cost == pytest.approx(ratios["prfaas_over_equal_cost"])
     assert gains.own.gbps == 100
     assert gains.own.mean_tokens == pytest.approx(PROBLEM.workload.mean_new_tokens)
 

@@ -123,7 +123,7 @@ def gain_map(
     workload = merged(problem.workload, ATOMS)
     mean = _mean_prompt(workload)
     gbps = _link_gbps(problem)
-    here = _row(problem_for(workload), reading, [gbps], round(mean))
+    here = _row(problem, reading, [gbps], round(mean))
     return GainMap(
         links_gbps=tuple(links_gbps),
         rows=tuple(
