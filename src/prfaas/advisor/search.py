@@ -86,6 +86,16 @@ class Search:
                 best.add(key, self._counts.single(place))
         return best.in_order()
 
+    def reaches(self, limit: float) -> bool:
+        """Whether a deployment of two sites has this rate for the budget, or costs no more for the
+        rate."""
+        for pair in self.pairs():
+            if self._beyond(pair.bound, limit):
+                return False
+            if self._counts.pair(pair.here, pair.there, pair.link, limit) is not None:
+                return True
+        return False
+
     def best_prfaas(self) -> Option | None:
         """The best deployment of two sites, alone."""
         best: Option | None = None

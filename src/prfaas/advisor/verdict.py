@@ -206,7 +206,11 @@ class _Doubt:
         return Verdict(False, reason, f"Not worth it: {words}.", self._gain, pays_from)
 
     def _pays_with(self, links: tuple[LinkChoice, ...]) -> bool:
-        return self._gain_with(links) >= WORTH_IT
+        if self._market.budget_usd is not None:
+            limit = self._best.rate_rps * WORTH_IT
+        else:
+            limit = self._best.usd_per_hour / WORTH_IT
+        return Search(replace(self._market, links=links), self._search.traffic).reaches(limit)
 
     def _gain_with(self, links: tuple[LinkChoice, ...]) -> float:
         found = self._best_with(links)
