@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,8 +8,11 @@ import pytest
 
 from prfaas.config import load_deployment
 from prfaas.config.advice import parse_question
+from prfaas.config.deployment import Trace
 from prfaas.config.strict import parse_toml
 from prfaas.studies.advice_market import MarketStudy
+from prfaas.studies.problem_files import Study
+from tests.catalog.hf_models import PUBLISHED
 from tests.cli.runner import Result
 
 Run = Callable[..., Result]
@@ -56,14 +60,33 @@ def test_the_recommendation_is_a_deployment_that_plans_and_simulates(
 
 
 def test_paths_of_the_question_are_kept_for_the_deployment(prfaas: Run, tmp_path: Path) -> None:
-    catalog = tmp_path / "own.toml"
-    catalog.write_text('[[accelerators]]\nname = "mine"\n')
+    config = PUBLISHED["qwen3-next-80b-a3b"].config
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "own.toml").write_text('[[accelerators]]\nname = "mine"\n')
+    rows = [
+        {"timestamp": i, "input_length": 900 * i, "output_length": 300, "hash_ids": [i]}
+        for i in range(1, 40)
+    ]
+    (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, rows)))
     question = tmp_path / "question.toml"
-    question.write_text('catalog = ["own.toml"]\n' + OWNED.read_text())
+    question.write_text(
+        """
+        catalog = ["own.toml"]
+        rate_rps = 2
+        model = { name = "own", config = "config.json" }
+        workload = { kind = "trace", path = "trace.jsonl", block_tokens = 100000 }
+        slo = { output_tokens_per_s = 30 }
+        links = [{ gbps = 10 }]
+        """
+    )
     file = tmp_path / "below" / "deployment.toml"
     file.parent.mkdir()
-    assert prfaas("advise", question, "--write", file).code == 0
-    assert load_deployment(file).catalog == ["../own.toml"]
+    result = prfaas("advise", question, "--here", "h20", "--there", "h200", "--write", file)
+    assert result.code == 0, result.err
+    written = load_deployment(file)
+    assert written.catalog == ["../own.toml"] and written.model.config == "../config.json"
+    assert isinstance(written.workload, Trace) and written.workload.path == "../trace.jsonl"
+    assert Study(file, "exact").problem(written).local.pool.accelerator == "h20"
 
 
 def test_flags_win_over_the_file(prfaas: Run) -> None:

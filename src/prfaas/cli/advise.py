@@ -84,7 +84,15 @@ def advise(
     out.print(verdict(answer))
     out.print(notes(answer, offer))
     for path in written:
-        out.print(f"wrote {path}")
+        out.print(f"wrote {path}{_what_was_written(answer) if path == write else ''}")
+
+
+def _what_was_written(answer: Answer) -> str:
+    groups = answer.best.option.groups
+    hardware = " and ".join(f"{group.gpus} x {group.accelerator}" for group in groups)
+    if answer.separate is not None and not answer.verdict.worth_it:
+        return f": {hardware}, the better of the two PD clusters"
+    return f": {hardware}"
 
 
 def _progress(pairs: Sequence[Pair]) -> Iterable[Pair]:
