@@ -93,7 +93,7 @@ def test_costs_and_gains_follow_from_the_rates() -> None:
     answer = advise(market)
     first, single = answer.prfaas[0], answer.singles[0]
     assert first.gain == pytest.approx(first.option.rate_rps / single.option.rate_rps)
-    assert single.gain == 1.0
+    assert single.gain == single.over_single == 1.0 and first.over_single == first.gain
     tokens = first.option.rate_rps * (market.workload.mean_new_tokens + 100)
     assert first.usd_per_million_tokens == pytest.approx(
         first.option.usd_per_hour / 3600 / tokens * 1e6

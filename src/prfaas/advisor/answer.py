@@ -28,6 +28,7 @@ class Assessed:
     usd_per_million_tokens: float  # prompt tokens that are not cached, and output tokens
     usd_per_million_output_tokens: float
     gain: float | None  # over the best without PrfaaS; None: there is none
+    over_single: float | None  # gain over the best PD cluster of one accelerator
     certainty: Certainty | None  # of the gain; None: nothing to be unsure of
 
 
@@ -55,7 +56,8 @@ def advise(market: Market, progress: Progress = iter) -> Answer:
     if not found.prfaas and not found.singles:
         raise _nothing(search)
     alternative = found.alternative(market)
-    describe = _Describer(search, alternative)
+    single = found.singles[0] if found.singles else None
+    describe = _Describer(search, alternative, single)
     return Answer(
         market=market,
         prfaas=tuple(describe(option) for option in found.prfaas),
@@ -67,9 +69,12 @@ def advise(market: Market, progress: Progress = iter) -> Answer:
 
 
 class _Describer:
-    def __init__(self, search: Search, alternative: Alternative | None) -> None:
+    def __init__(
+        self, search: Search, alternative: Alternative | None, single: Option | None
+    ) -> None:
         self._search = search
         self._alternative = alternative
+        self._single = single
         self._planner: Planner | None = None
 
     def __call__(self, option: Option) -> Assessed:
@@ -95,6 +100,7 @@ class _Describer:
             usd_per_million_tokens=usd_per_s / tokens_per_s * 1e6,
             usd_per_million_output_tokens=usd_per_s / (served * work.output_tokens) * 1e6,
             gain=over,
+            over_single=None if self._single is None else gain_over(option, self._single, market),
             certainty=sure,
         )
 

@@ -52,6 +52,7 @@ def assessed_as_dict(assessed: Assessed) -> dict[str, Any]:
         "usd_per_million_tokens": assessed.usd_per_million_tokens,
         "usd_per_million_output_tokens": assessed.usd_per_million_output_tokens,
         "gain": assessed.gain,
+        "gain_over_single": assessed.over_single,
         "certainty": None if assessed.certainty is None else _certainty(assessed.certainty),
     }
 

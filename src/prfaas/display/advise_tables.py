@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from prfaas.advisor.answer import Answer, Assessed
-from prfaas.advisor.option import Group
+from prfaas.advisor.option import Group, Separate
 from prfaas.planner.ranges import Range
 from prfaas.studies.advice_market import Offer
 
@@ -20,7 +20,7 @@ SURE = 0.9  # probability of a gain below which a measurement is due
 def columns(answer: Answer) -> dict[str, Assessed]:
     """The options that are shown, by title."""
     shown = {f"PrfaaS {i}": option for i, option in enumerate(answer.prfaas[:PRFAAS_SHOWN], 1)}
-    if answer.same is not None and answer.same not in shown.values():
+    if answer.same is not None and answer.same.option not in [a.option for a in shown.values()]:
         shown["PrfaaS, one type"] = answer.same
     for index, option in enumerate(answer.singles[:SINGLES_SHOWN], 1):
         shown[f"single PD {index}"] = option
@@ -36,14 +36,27 @@ def options_table(answer: Answer, model: str) -> Table:
     table = Table(title=f"{escape(model)}: {aim}", title_justify="left")
     table.add_column("")
     shown = columns(answer)
-    for title in shown:
+    separate = answer.separate
+    for title in (*shown, *(["two PDs"] if separate is not None else [])):
         table.add_column(title, justify="right")
 
-    def row(label: str, cell: Callable[[Assessed], str], *, end: bool = False) -> None:
-        table.add_row(label, *(cell(option) for option in shown.values()), end_section=end)
+    def row(
+        label: str,
+        cell: Callable[[Assessed], str],
+        of_two: Callable[[Separate], str] = lambda s: "-",
+        *,
+        end: bool = False,
+    ) -> None:
+        cells = [cell(option) for option in shown.values()]
+        if separate is not None:
+            cells.append(of_two(separate))
+        table.add_row(label, *cells, end_section=end)
 
-    row("PD cluster", lambda a: _gpus(a.option.local))
-    row("  instances", lambda a: _instances(a.option.local))
+    row("PD cluster", lambda a: _gpus(a.option.local), lambda s: _gpus(s.first.local))
+    row("  instances", lambda a: _instances(a.option.local), lambda s: _instances(s.first.local))
+    if separate is not None:
+        row("second PD cluster", lambda a: "-", lambda s: _gpus(s.second.local))
+        row("  instances", lambda a: "-", lambda s: _instances(s.second.local))
     row("PrfaaS cluster", lambda a: _gpus(a.option.remote))
     row("  instances", lambda a: _instances(a.option.remote))
     row("link (Gbit/s)", lambda a: "-" if a.option.link is None else f"{a.option.link.gbps:g}")
@@ -52,14 +65,32 @@ def options_table(answer: Answer, model: str) -> Table:
     row("prefill + decode here", lambda a: f"{a.solution.n_prefill} + {a.solution.n_decode}")
     row("offloaded", _offloaded)
     row("limited by", lambda a: a.solution.bottleneck, end=True)
-    row(f"requests/s at {market.utilisation:.0%} load", lambda a: f"{a.option.rate_rps:.3f}")
-    row("Lambda_max (req/s)", lambda a: f"{a.option.lambda_max_rps:.3f}")
+    row(
+        f"requests/s at {market.utilisation:.0%} load",
+        lambda a: f"{a.option.rate_rps:.3f}",
+        lambda s: f"{s.rate_rps:.3f}",
+    )
+    row(
+        "Lambda_max (req/s)",
+        lambda a: f"{a.option.lambda_max_rps:.3f}",
+        lambda s: f"{s.lambda_max_rps:.3f}",
+    )
     row("TTFT P90 (s)", _ttft, end=True)
-    row("USD per hour", lambda a: f"{a.option.usd_per_hour:,.2f}")
+    row(
+        "USD per hour",
+        lambda a: f"{a.option.usd_per_hour:,.2f}",
+        lambda s: f"{s.usd_per_hour:,.2f}",
+    )
     row("USD per 1M tokens", lambda a: f"{a.usd_per_million_tokens:.3f}")
     row("USD per 1M output tokens", lambda a: f"{a.usd_per_million_output_tokens:.2f}", end=True)
     against = "rate" if market.budget_usd is not None else "cost"
-    row(f"gain in {against}", lambda a: "-" if a.gain is None else f"{a.gain:.2f}x")
+    row(
+        f"gain in {against}",
+        lambda a: _gain(a.gain),
+        lambda s: "1.00x",
+    )
+    if separate is not None:
+        row("  over single PD 1", lambda a: _gain(a.over_single))
     row("  5% to 95% range", lambda a: "-" if a.certainty is None else _range(a.certainty.gain))
     row(
         "  probability of a gain",
@@ -96,15 +127,12 @@ def notes(answer: Answer, offer: Offer) -> str:
 def _notes(answer: Answer, offer: Offer) -> Iterator[str]:
     market = answer.market
     same = "budget" if market.budget_usd is not None else "rate"
-    separate = answer.separate
-    if separate is None:
+    if answer.separate is None:
         yield f"Gain: over single PD 1, the best cluster of one accelerator for the same {same}."
     else:
-        first, second = (f"{group.gpus} x {group.accelerator}" for group in separate.groups)
         yield (
-            f"Gain: over {first} and {second} as two PD clusters that share the traffic, the best "
-            f"without PrfaaS for the same {same} ({separate.rate_rps:.3f} requests/s, "
-            f"${separate.usd_per_hour:,.2f} per hour)."
+            "Gain: over two PD clusters that share the traffic without a link, the best without "
+            f"PrfaaS for the same {same}."
         )
     yield (
         "Tokens: uncached prompt tokens and output tokens together. Costs are those of GPUs and "
@@ -131,6 +159,10 @@ def _notes(answer: Answer, offer: Offer) -> Iterator[str]:
         by_reason.setdefault(left.reason, []).append(left.accelerator)
     for reason, names in by_reason.items():
         yield f"Left out: {', '.join(names)}: {reason}."
+
+
+def _gain(gain: float | None) -> str:
+    return "-" if gain is None else f"{gain:.2f}x"
 
 
 def _gpus(group: Group | None) -> str:
