@@ -41,6 +41,8 @@ def test_the_smallest_size_with_room(model: str, accelerator: str) -> None:
 def test_a_model_that_no_domain_holds_is_refused() -> None:
     with pytest.raises(InputError, match=r"GB of weights .* do not fit into .* use at least 1"):
         smallest_instance(instance("kimi-k3", "h20"), 65_536, 16_384)
+    several = smallest_instance(instance("kimi-k3", "h20"), 65_536, 16_384, across_domains=True)
+    assert several.gpus > 8
 
 
 def test_fewer_bits_need_fewer_gpus() -> None:

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from prfaas.estimator.efficiency import Efficiencies, ErrorParts, fitted
-from prfaas.estimator.uncertainty import Calibration, calibrate, observation
+from prfaas.estimator.uncertainty import Calibration, LogRatio, calibrate, observation
 
 
 def constants(**parts: float) -> Efficiencies:
@@ -34,7 +34,7 @@ def test_instances_of_one_model_are_wrong_together() -> None:
 
 def test_one_measurement_corrects_and_narrows() -> None:
     known = constants()
-    seen = observation(known, "prefill", "a", "x", [math.log(1.5)])
+    seen = observation(known, "prefill", "a", "x", [LogRatio(math.log(1.5))])
     after = calibrate(known, [seen])
     # The posterior mean of a sum of normal effects, measured with the noise of one length.
     share = (0.3**2 + 0.2**2) / (0.3**2 + 0.2**2 + 0.1**2)
@@ -56,7 +56,7 @@ def test_more_measurements_narrow_more() -> None:
 
     def after(*seen: tuple[str, str]) -> Calibration:
         return calibrate(
-            known, [observation(known, "prefill", m, a, [0.2, 0.2, 0.2]) for m, a in seen]
+            known, [observation(known, "prefill", m, a, [LogRatio(0.2)] * 3) for m, a in seen]
         )
 
     one = sigma(after(("b", "x")), "a", "x")
@@ -67,11 +67,19 @@ def test_more_measurements_narrow_more() -> None:
     assert sigma(repeated, "a", "x") < sigma(after(("a", "x")), "a", "x")
 
 
+def test_doubt_about_the_engine_weakens_a_point() -> None:
+    known = constants()
+    sure, unsure = LogRatio(0.1), LogRatio(-2.0, doubt=1.0)
+    both = observation(known, "prefill", "a", "x", [sure, unsure])
+    assert both.log_ratio == pytest.approx(0.1, abs=0.05)
+    assert observation(known, "prefill", "a", "x", [unsure]).noise == pytest.approx(1.0, rel=0.01)
+
+
 def test_an_accelerator_without_points_has_a_larger_error() -> None:
     known = replace(constants(), unfitted_accelerator_error=0.6)
     prior = calibrate(known, [])
     assert sigma(prior, "a", "z") == pytest.approx(math.hypot(0.3, 0.6, 0.1))
-    seen = observation(known, "prefill", "b", "z", [0.5])
+    seen = observation(known, "prefill", "b", "z", [LogRatio(0.5)])
     after = calibrate(known, [seen])
     assert sigma(after, "a", "z") < 0.75 * sigma(prior, "a", "z")
 

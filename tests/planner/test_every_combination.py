@@ -39,7 +39,8 @@ class Planned:
 
     def gpus(self, accelerator: str) -> int:
         instance = self.times.instance(accelerator, 1)
-        return smallest_instance(instance, LENGTHS.longest, LENGTHS.context).gpus
+        lengths = (LENGTHS.longest, LENGTHS.context)
+        return smallest_instance(instance, *lengths, across_domains=True).gpus
 
     def plan(self, prfaas: str, pd: str) -> DeploymentComparison:
         deployment = parse_deployment(

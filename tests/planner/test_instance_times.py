@@ -114,6 +114,15 @@ def test_measurements_of_other_instances_recalibrate_too(
     assert ratio > 1.02
 
 
+def test_a_short_prompt_of_an_unknown_engine_says_little() -> None:
+    def corrected(new: int) -> float:
+        own = record("b200", (new, estimate_s(new) / 2))
+        after, before = (f.times("b200", 8, decode=False) for f in (finder(own), finder()))
+        return float(after.prefill.seconds(32_768) / before.prefill.seconds(32_768))
+
+    assert corrected(131_072) < 0.8 < 0.9 < corrected(256) < 1.1
+
+
 def test_measured_decode_steps_recalibrate_decode() -> None:
     instance = finder().instance("b200", 4)
     steps = tuple((n, 2 * decode_s(instance, fitted(), n, LENGTHS.context)) for n in (1, 8))

@@ -133,7 +133,8 @@ def plan(
     out = console()
     out.print(plan_table(result, parsed, study.catalog(parsed), ranges))
     out.print(verdict(result, ranges))
-    out.print(notes(result))
+    if assumed := notes(result):
+        out.print(assumed)
     if estimated:
         out.print(estimate_notes(estimated, ranges, parsed.model.name))
     if published:

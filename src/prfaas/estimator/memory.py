@@ -42,5 +42,5 @@ def require_fit(instance: Instance, tokens: int) -> None:
         f"{instance.title}: {weights / 1e9:,.0f} GB of weights and {one / 1e9:,.1f} GB of KV for "
         f"one sequence of {tokens:,} tokens do not fit into {have / 1e9:,.0f} GB "
         f"({USABLE_SHARE:.0%} of the memory)",
-        fix=f"use at least {least} GPUs per instance, or weights of fewer bits",
+        fix=f"use at least {least} GPUs per instance, or weights of fewer bits ([model] weights)",
     )

@@ -14,11 +14,14 @@ MOST_GPUS = 64
 ROOM_FOR_SEQUENCES = 16
 
 
-def smallest_instance(instance: Instance, longest: int, context: int) -> Instance:
-    """The instance with the smallest power of two of GPUs, within one interconnect domain, that
-    holds the model, a sequence of `longest` tokens, and a decode batch of sequences of `context`
-    tokens. Raises if not even the largest instance holds the model and the sequence."""
-    most = min(MOST_GPUS, joined_gpus(instance))
+def smallest_instance(
+    instance: Instance, longest: int, context: int, *, across_domains: bool = False
+) -> Instance:
+    """The instance with the smallest power of two of GPUs that holds the model, a sequence of
+    `longest` tokens, and a decode batch of sequences of `context` tokens; within one interconnect
+    domain, unless a pipeline may go across several. Raises if not even the largest instance holds
+    the model and the sequence."""
+    most = MOST_GPUS if across_domains else min(MOST_GPUS, joined_gpus(instance))
     largest = 1
     while largest * 2 <= most:
         largest *= 2

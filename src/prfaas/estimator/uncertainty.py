@@ -120,15 +120,25 @@ def calibrate(constants: Efficiencies, observations: Sequence[Observation]) -> C
     )
 
 
+class LogRatio(NamedTuple):
+    """ln(measured / estimated) of one time."""
+
+    value: float
+    doubt: float = 0.0  # standard deviation of what the estimate does not know of the engine
+
+
 def observation(
-    constants: Efficiencies, phase: Phase, model: str, accelerator: str, log_ratios: Sequence[float]
+    constants: Efficiencies, phase: Phase, model: str, accelerator: str, ratios: Sequence[LogRatio]
 ) -> Observation:
-    """Measured times of one instance, as ln(measured / estimated). They count as one observation
-    of what they have in common; what differs from length to length is its noise."""
+    """Measured times of one instance. They count as one observation of what they have in common;
+    what differs from length to length, and the doubt about the engine, is its noise."""
+    length = max(constants.error(phase, accelerator).length, _NOTHING)
+    weights = [1 / (length**2 + ratio.doubt**2) for ratio in ratios]
+    weighted = sum(w * ratio.value for w, ratio in zip(weights, ratios, strict=True))
     return Observation(
         effects=effects_of(phase, model, accelerator),
-        log_ratio=sum(log_ratios) / len(log_ratios),
-        noise=constants.error(phase, accelerator).length / math.sqrt(len(log_ratios)),
+        log_ratio=weighted / sum(weights),
+        noise=math.sqrt(1 / sum(weights)),
     )
 
 

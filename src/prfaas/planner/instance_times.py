@@ -10,10 +10,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import get_args
 
 import msgspec
 
-from prfaas.catalog import Catalog, ProfileRecord
+from prfaas.catalog import Catalog, PrefillPoint, ProfileRecord
+from prfaas.catalog.points import EngineClass
 from prfaas.catalog.shape import ModelShape
 from prfaas.errors import InputError
 from prfaas.estimator.efficiency import Efficiencies, fitted
@@ -24,6 +26,7 @@ from prfaas.estimator.times import decode_s, prefill_s
 from prfaas.estimator.uncertainty import (
     Calibration,
     EstimateError,
+    LogRatio,
     Observation,
     Phase,
     calibrate,
@@ -203,21 +206,22 @@ class TimesFinder:
         instance = self._instance_of(record)
         if instance is None:
             return
-        constants, context = self._constants, self._lengths.context
+        place, constants = (record.model, record.accelerator), self._constants
+        own = record in self._own
         prefill = [
-            math.log(time_s / prefill_s(instance, constants, point.new, point.cached))
+            _compared(instance, constants, point, time_s, engine_known=not own)
             for point, time_s in zip(
                 record.prefill, self._catalog.prefill_seconds(record), strict=True
             )
         ]
+        context = self._lengths.context
         decode = [
-            math.log(point.step_s / decode_s(instance, constants, point.batch, context))
+            LogRatio(math.log(point.step_s / decode_s(instance, constants, point.batch, context)))
             for point in record.decode
         ]
-        if prefill:
-            yield observation(constants, "prefill", record.model, record.accelerator, prefill)
+        yield observation(constants, "prefill", *place, prefill)
         if decode:
-            yield observation(constants, "decode", record.model, record.accelerator, decode)
+            yield observation(constants, "decode", *place, decode)
 
     def _instance_of(self, record: ProfileRecord) -> Instance | None:
         """The instance that a record was measured on. None if it cannot be estimated, so that it
@@ -231,6 +235,27 @@ class TimesFinder:
         except InputError:
             return None
         return instance
+
+
+def _compared(
+    instance: Instance,
+    constants: Efficiencies,
+    point: PrefillPoint,
+    seconds: float,
+    *,
+    engine_known: bool,
+) -> LogRatio:
+    """A measured prefill beside its estimate. Engines differ in the time that a prefill takes
+    whatever its length. So a short prompt says little about long ones where the engine is not
+    known: the doubt is the difference between the slowest and the fastest class of engines."""
+    estimates = [
+        prefill_s(replace(instance, engine_class=name), constants, point.new, point.cached)
+        for name in get_args(EngineClass)
+    ]
+    ratio = math.log(seconds / prefill_s(instance, constants, point.new, point.cached))
+    if engine_known:
+        return LogRatio(ratio)
+    return LogRatio(ratio, doubt=math.log(max(estimates) / min(estimates)))
 
 
 def prefill_profile(catalog: Catalog, record: ProfileRecord, factor: float = 1.0) -> PrefillProfile:
