@@ -23,7 +23,7 @@ import click
 from _page_blocks import fill
 from prfaas.catalog import Catalog
 from prfaas.config import parse_deployment
-from prfaas.studies.gain_map import FINE_LINKS_GBPS, PAYS, gain_map, pays_from_gbps
+from prfaas.studies.gain_map import FINE_LINKS_GBPS, PAYS, gain_map
 from prfaas.studies.problem_files import Study
 
 ROOT = Path(__file__).parents[1]
@@ -178,8 +178,8 @@ def own_pays_from(config: Path, mean_tokens: int) -> dict[str, float | None]:
     )
     (row,) = gains.rows
     return {
-        "homogeneous": pays_from_gbps(FINE_LINKS_GBPS, row.over_homogeneous),
-        "equal_cost": pays_from_gbps(FINE_LINKS_GBPS, row.over_equal_cost),
+        "homogeneous": row.pays_over_homogeneous.gbps,
+        "equal_cost": row.pays_over_equal_cost.gbps,
     }
 
 

@@ -115,7 +115,7 @@ def test_a_map_shows_where_prfaas_begins_to_pay(prfaas: Run) -> None:
         report["ratios"]["prfaas_over_homogeneous"]
     )
     text = prfaas("plan", CASE_STUDY, "--map").out
-    assert "pays from" in text and "3.5 Gbit/s" in text and "never" in text
+    assert "pays from" in text and "3.5" in text and "never" in text
     assert "this deployment: 100 Gbit/s, 27,486 tokens per prompt" in text
 
 

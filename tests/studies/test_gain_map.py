@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from prfaas.config import parse_deployment
-from prfaas.config.strict import parse_toml, read_text
+from prfaas.config import load_deployment
 from prfaas.errors import InputError
 from prfaas.planner.comparison import compare
 from prfaas.planner.problem import Problem
@@ -18,7 +17,8 @@ from prfaas.studies.problem_files import Study
 
 CASE_STUDY = Path(__file__).parents[2] / "configs" / "case_study.toml"
 STUDY = Study(CASE_STUDY, "paper")
-DEPLOYMENT = parse_deployment(parse_toml(read_text(CASE_STUDY), CASE_STUDY), CASE_STUDY)
+DEPLOYMENT = load_deployment(CASE_STUDY)
+LINKS = (1.0, 2.0, 5.0, 10.0, 100.0)
 PROBLEM = STUDY.problem(DEPLOYMENT)
 
 
@@ -127,4 +127,18 @@ def test_as_json(gains: GainMap) -> None:
     data = gains.as_dict()
     assert data["links_gbps"][0] == 0.5 and data["links_gbps"][-1] == 400
     assert [row["mean_tokens"] for row in data["rows"]] == [2**n for n in range(11, 19)]
-    assert data["rows"][4]["pays_from_gbps"]["homogeneous"] == pytest.approx(3.5, rel=0.1)
+    begins = data["rows"][4]["pays_from_gbps"]["homogeneous"]
+    assert begins["gbps"] == pytest.approx(3.5, rel=0.1)
+    # Nothing of the case study is estimated.
+    assert not data["estimated"] and begins["low"] == begins["high"] == begins["gbps"]
+
+
+def test_errors_of_estimates_give_a_range_of_the_beginning() -> None:
+    file = CASE_STUDY.with_name("mimo_mi300x_h200.toml")
+    deployment, study = load_deployment(file), Study(file, "paper")
+    problem = study.problem(deployment)
+    gains = gain_map(problem, lambda work: study.problem(deployment, work), "paper", LINKS, [27486])
+    (row,) = gains.rows
+    begins = row.pays_over_equal_cost
+    assert gains.estimated and begins.gbps is not None and begins.low is not None
+    assert begins.low < begins.gbps and (begins.high is None or begins.gbps < begins.high)

@@ -35,7 +35,7 @@ def plot_gain_map(folder: Path, gains: GainMap, title: str) -> Path:
         axes.set_title(f"gain over one cluster of {text}", fontsize=10)
         if column == 0:
             axes.set_ylabel("mean prompt (tokens)")
-            axes.legend(fontsize=8, loc="lower right")
+            axes.legend(fontsize=7, loc="lower right")
         if column == len(panels) - 1:
             figure.colorbar(shades, cax=figure.add_subplot(grid[-1]), label="gain in requests/s")
     figure.suptitle(title, fontsize=11)
@@ -54,6 +54,11 @@ def _panel(axes: Any, gains: GainMap, name: str) -> Any:
     )
     axes.contour(gains.links_gbps, lengths, values, levels=[PAYS], colors="black")
     axes.plot([], [], color="black", label="PrfaaS begins to pay")  # the contour, for the legend
+    if gains.estimated:
+        for end, label in (("low", "the same, in 5% and 95% of cases"), ("high", None)):
+            begins = [getattr(getattr(row, f"pays_{name}"), end) for row in gains.rows]
+            at = [np.nan if gbps is None else gbps for gbps in begins]
+            axes.plot(at, lengths, color="black", linestyle=":", label=label)
     own = gains.own
     axes.plot(
         own.gbps,

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from prfaas.studies.gain_map import PAYS, GainMap, Gains, pays_from_gbps
+from prfaas.studies.gain_map import PAYS, Beginning, GainMap, MapRow
+
+CAPTION = "columns: Gbit/s of the link; threshold and split are the best of each cell"
+RANGES = "; in parentheses: from the 5% to the 95% quantile of the errors of the estimates"
 
 
 def gain_map_tables(gains: GainMap) -> list[Table]:
@@ -34,13 +37,9 @@ def _table(gains: GainMap, name: str, title: str) -> Table:
         table.add_column(f"{gbps:g}", justify="right")
     table.add_column("pays from", justify="right")
     for row in gains.rows:
-        cells: Gains = getattr(row, name)
-        table.add_row(
-            f"{row.mean_tokens:,}",
-            *(_shown(gain) for gain in cells),
-            _pays_from(gains, cells),
-        )
-    table.caption = "columns: Gbit/s of the link; threshold and split are the best of each cell"
+        cells = [_shown(gain) for gain in getattr(row, name)]
+        table.add_row(f"{row.mean_tokens:,}", *cells, _pays_from(gains, row, name))
+    table.caption = CAPTION + (RANGES if gains.estimated else "")
     return table
 
 
@@ -50,10 +49,18 @@ def _shown(gain: float | None) -> str:
     return f"[green]{gain:.2f}[/]" if gain > PAYS else f"{gain:.2f}"
 
 
-def _pays_from(gains: GainMap, cells: Gains) -> str:
-    if all(gain is None for gain in cells):
+def _pays_from(gains: GainMap, row: MapRow, name: str) -> str:
+    if row.refused is not None:
         return "-"
-    gbps = pays_from_gbps(gains.links_gbps, cells)
+    begins: Beginning = getattr(row, f"pays_{name}")
+    middle = _bandwidth(gains, begins.gbps)
+    if not gains.estimated:
+        return middle
+    ends = (_bandwidth(gains, begins.low), _bandwidth(gains, begins.high))
+    return f"{middle} ({ends[0]})" if ends[0] == ends[1] else f"{middle} ({ends[0]} - {ends[1]})"
+
+
+def _bandwidth(gains: GainMap, gbps: float | None) -> str:
     if gbps is None:
         return "never"
-    return f"{gbps:.2g} Gbit/s" if gbps > gains.links_gbps[0] else "always"
+    return f"{gbps:.2g}" if gbps > gains.links_gbps[0] else "always"

@@ -315,6 +315,23 @@ def _decode_rate(problem: Problem, factor: float) -> DecodeRate | None:
         return None
 
 
+def error_draws(problem: Problem, count: int) -> Draws | None:
+    """Draws of the errors of a problem's estimates, without those in which no decode batch meets
+    the SLO. None if nothing is estimated, or if no draw meets it."""
+    errors = _Errors(problem)
+    if not errors.sources:
+        return None
+    normal = _normal_draws(count, len(errors.sources))
+    rates = [_decode_rate(problem, float(factor)) for factor in errors.decode_factors(normal)]
+    served = np.array([rate is not None for rate in rates])
+    if not served.any():
+        return None
+    return Draws(
+        {profile: drawn[served] for profile, drawn in errors.prefill_factors(normal).items()},
+        tuple(rate for rate in rates if rate is not None),
+    )
+
+
 # The measurement that narrows most -----------------------------------------------------------
 
 

@@ -3,7 +3,9 @@
 Each cell is planned anew: the link has another bandwidth, all prompts are longer or shorter by one
 factor, and threshold and split are the best for that cell, also where the deployment fixes them.
 The baselines are those of a plan: one homogeneous cluster with the same number of GPUs, and one
-that costs the same. Pure; cells of equal prompt length share their work.
+that costs the same. Gains are those of the most likely times; where times are estimated, their
+errors give a range of the bandwidth from which PrfaaS pays. Pure; cells of equal prompt length
+share their work.
 """
 
 from __future__ import annotations
@@ -11,18 +13,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from prfaas.config import Deployment
 from prfaas.errors import InputError
 from prfaas.planner import baselines
-from prfaas.planner.comparison import Planner
-from prfaas.planner.curves import Reading
+from prfaas.planner.curves import Array, Atoms, Reading, WorkCurves, cut_workload
+from prfaas.planner.drawn_plans import Draws, plan_draws
 from prfaas.planner.optimise import optimise, stage_rates
 from prfaas.planner.problem import Problem
-from prfaas.planner.ranges import merged
+from prfaas.planner.ranges import HIGH, LOW, error_draws, merged
 from prfaas.planner.workload import Workload, weighted_sum
 from prfaas.studies.problem_files import Study
 
@@ -34,12 +36,23 @@ FINE_MEAN_TOKENS = tuple(round(2 ** (half / 2)) for half in range(22, 37))
 # A threshold is exact to a part in so many of the requests, which is more than a map can show.
 ATOMS = 512
 
+# Draws of the errors of estimates, for the range of the bandwidth from which PrfaaS pays.
+DRAWS = 64
 # A gain below this is within the coarseness of the atoms: PrfaaS does not pay there, nor cost.
 PAYS = 1.005
 
 # Builds the deployment's problem for other traffic. Raises where the model does not fit.
 ProblemFor: TypeAlias = Callable[[Workload], Problem]
 Gains: TypeAlias = tuple[float | None, ...]
+
+
+class Beginning(NamedTuple):
+    """The link bandwidth from which PrfaaS pays; None: at no bandwidth of the map. `low` and `high`
+    are the 5% and 95% quantiles over the errors of the estimates."""
+
+    gbps: float | None
+    low: float | None
+    high: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +62,8 @@ class MapRow:
     mean_tokens: int
     over_homogeneous: Gains  # one per link bandwidth
     over_equal_cost: Gains
+    pays_over_homogeneous: Beginning
+    pays_over_equal_cost: Beginning
     refused: str | None = None  # why this length cannot be planned
 
 
@@ -67,18 +82,20 @@ class GainMap:
     links_gbps: tuple[float, ...]
     rows: tuple[MapRow, ...]
     own: OwnPoint
+    estimated: bool  # some times are estimated, so that beginnings have ranges
 
     def as_dict(self) -> dict[str, Any]:
         return {
             "links_gbps": list(self.links_gbps),
+            "estimated": self.estimated,
             "rows": [
                 {
                     "mean_tokens": row.mean_tokens,
                     "over_homogeneous": list(row.over_homogeneous),
                     "over_equal_cost": list(row.over_equal_cost),
                     "pays_from_gbps": {
-                        "homogeneous": pays_from_gbps(self.links_gbps, row.over_homogeneous),
-                        "equal_cost": pays_from_gbps(self.links_gbps, row.over_equal_cost),
+                        "homogeneous": row.pays_over_homogeneous._asdict(),
+                        "equal_cost": row.pays_over_equal_cost._asdict(),
                     },
                     "refused": row.refused,
                 }
@@ -131,6 +148,8 @@ def gain_map(
             for tokens in mean_tokens
         ),
         own=OwnPoint(gbps, mean, here.over_homogeneous[0], here.over_equal_cost[0]),
+        estimated=any(pool.error is not None for pool in problem.pools)
+        or problem.local.decode_error is not None,
     )
 
 
@@ -166,34 +185,55 @@ def _row_of_length(
         problem = problem_for(scaled(workload, factor))
         return _row(problem, reading, links_gbps, mean_tokens)
     except InputError as error:
-        none = (None,) * len(links_gbps)
-        return MapRow(mean_tokens, none, none, refused=error.problem)
+        none, never = (None,) * len(links_gbps), Beginning(None, None, None)
+        return MapRow(mean_tokens, none, none, never, never, refused=error.problem)
 
 
 def _row(
     problem: Problem, reading: Reading, links_gbps: Sequence[float], mean_tokens: int
 ) -> MapRow:
     free = replace(problem, fixed_threshold=None, local=replace(problem.local, fixed_prefill=None))
-    curves = Planner(free, reading).curves
+    curves = WorkCurves(cut_workload(free.workload), Atoms(free.workload, free.spec), reading)
+    draws = error_draws(free, DRAWS) if len(links_gbps) > 1 else None
+    linked = [_with_link(free, gbps) for gbps in links_gbps]
+    rates = np.array([_lambda_max(problem, curves) for problem in linked])
+    drawn = None if draws is None else np.array([_drawn(p, curves, draws) for p in linked])
 
-    def lambda_max(other: Problem | None) -> float | None:
-        if other is None:
-            return None
-        return stage_rates(other, curves, optimise(other, curves)).lambda_max
+    def over(baseline: Problem | None) -> tuple[Gains, Beginning]:
+        if baseline is None:
+            return (None,) * len(links_gbps), Beginning(None, None, None)
+        gains = tuple((rates / _lambda_max(baseline, curves)).tolist())
+        middle = pays_from_gbps(links_gbps, gains)
+        if draws is None or drawn is None:
+            return gains, Beginning(middle, middle, middle)
+        return gains, Beginning(
+            middle, *_range(links_gbps, drawn / _drawn(baseline, curves, draws))
+        )
 
-    # The baselines have no link, so that a row has one of each.
-    homogeneous = lambda_max(baselines.homogeneous(free))
-    equal_cost = lambda_max(baselines.equal_cost(free))
-    rates = [lambda_max(_with_link(free, gbps)) for gbps in links_gbps]
-    return MapRow(
-        mean_tokens,
-        tuple(_over(rate, homogeneous) for rate in rates),
-        tuple(_over(rate, equal_cost) for rate in rates),
-    )
+    homogeneous, pays_homogeneous = over(baselines.homogeneous(free))
+    equal_cost, pays_equal_cost = over(baselines.equal_cost(free))
+    return MapRow(mean_tokens, homogeneous, equal_cost, pays_homogeneous, pays_equal_cost)
 
 
-def _over(rate: float | None, baseline: float | None) -> float | None:
-    return None if rate is None or not baseline else rate / baseline
+def _lambda_max(problem: Problem, curves: WorkCurves) -> float:
+    return stage_rates(problem, curves, optimise(problem, curves)).lambda_max
+
+
+def _drawn(problem: Problem, curves: WorkCurves, draws: Draws) -> Array:
+    return plan_draws(problem, curves, draws).lambda_max
+
+
+def _range(links_gbps: Sequence[float], ratios: Array) -> tuple[float | None, float | None]:
+    """The quantiles of the beginning; `ratios` are gains at each link (rows) in each draw."""
+    found = [pays_from_gbps(links_gbps, tuple(gains.tolist())) for gains in ratios.T]
+    never = [math.inf if gbps is None else gbps for gbps in found]
+    # Quantiles are values of the draws: between a bandwidth and infinity there is no middle.
+    low, high = np.quantile(never, (LOW, HIGH), method="closest_observation")
+    return (_or_none(float(low)), _or_none(float(high)))
+
+
+def _or_none(gbps: float) -> float | None:
+    return gbps if gbps < math.inf else None
 
 
 def _link_gbps(problem: Problem) -> float:
