@@ -68,7 +68,7 @@ def test_the_price_of_the_link_is_the_reason() -> None:
     assert advise(market).verdict.worth_it
     verdict = advise(dear).verdict
     assert (verdict.worth_it, verdict.reason) == (False, "price of the link")
-    assert "12.00 per hour" in verdict.text
+    assert "costs $12.00 per hour" in verdict.text
 
 
 def test_equal_accelerators_are_the_reason() -> None:

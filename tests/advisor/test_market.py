@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from prfaas.advisor import bounds
-from prfaas.advisor.market import LinkChoice, Supply
+from prfaas.advisor.market import Supply
 from prfaas.advisor.search import Search
 from prfaas.advisor.traffic import mu_for_mean, truncated_mean
 from prfaas.advisor.work import coarsened
@@ -52,10 +52,6 @@ def test_no_deployment_exceeds_its_bound() -> None:
             else:
                 assert option.usd_per_hour >= pair.bound - 1e-9
         assert counted > 4
-
-
-def test_a_link_costs_by_the_hour() -> None:
-    assert LinkChoice(10.0, 0.02, 2.0).bps == 10e9
 
 
 def test_coarse_workloads_keep_means_and_whole_lengths() -> None:

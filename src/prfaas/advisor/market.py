@@ -33,6 +33,7 @@ class Build:
     decode: DecodeRate | None  # None: no batch reaches the SLO, so the instance can only prefill
     prefill_error: EstimateError | None = None
     decode_error: EstimateError | None = None
+    pipelined: bool = False  # across several interconnect domains
 
     @property
     def title(self) -> str:
@@ -86,7 +87,7 @@ class LinkChoice:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Builds and the supply of their GPUs, at one site."""
+    """A build at one site, and the supply of its GPUs."""
 
     supply: Supply
     build: Build

@@ -156,11 +156,15 @@ class _Doubt:
         factor = _smallest(pays, 1.0, _UNLIMITED)
         cheap, fast = (min(links, key=lambda k: k.usd_per_hour), max(links, key=lambda k: k.gbps))
         free = self._gain_with(_cheaper(links, 0.0))
+        costs = f"a link of {cheap.gbps:g} Gbit/s costs ${cheap.usd_per_hour:,.2f} per hour"
+        if fast != cheap:
+            costs += f", and one of {fast.gbps:g} Gbit/s ${fast.usd_per_hour:,.2f}"
+        enough = f"At {1 / factor:.2g} times this price it begins to pay"
+        if factor >= _UNLIMITED:
+            enough = "It pays only if it is free"
         return self._because(
             "price of the link",
-            f"the link costs ${cheap.usd_per_hour:,.2f} per hour for {cheap.gbps:g} Gbit/s and "
-            f"${fast.usd_per_hour:,.2f} for {fast.gbps:g}. At {1 / factor:.2g} times this price "
-            f"it begins to pay; if it cost nothing, the gain would be {free:.2f}x",
+            f"{costs}. {enough}; if it cost nothing, the gain would be {free:.2f}x",
         )
 
     def _dear_arithmetic(self, possible: float, single: Option) -> Verdict:
@@ -251,8 +255,9 @@ class _Doubt:
         return min(self._market.there, key=lambda place: self._prompt_usd(place, tokens))
 
     def _cheaper_from(self, single: Place) -> int | None:
-        """The shortest prompt, as a power of two, from which prefill is cheaper there."""
-        for power in range(7, 21):
+        """The shortest prompt, as a power of two up to 131,072, from which prefill is cheaper
+        there."""
+        for power in range(7, 18):
             there = self._prompt_usd(self._cheapest(2.0**power), 2.0**power)
             if there * WORTH_IT < self._prompt_usd(single, 2.0**power):
                 return int(2**power)

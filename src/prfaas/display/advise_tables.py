@@ -154,6 +154,9 @@ def _notes(answer: Answer, offer: Offer) -> Iterator[str]:
     )
     if estimated:
         yield f"Times on {', '.join(estimated)} are estimated, not measured (docs/estimates.md)."
+    builds = {group.place.build for a in columns(answer).values() for group in a.option.groups}
+    for title in sorted(build.title for build in builds if build.pipelined):
+        yield f"An instance of {title} is a pipeline across several interconnect domains."
     by_reason: dict[str, list[str]] = {}
     for left in offer.left_out:
         by_reason.setdefault(left.reason, []).append(left.accelerator)

@@ -196,8 +196,12 @@ class _Finder:
         sizes = {record.gpus for record in measured if record.accelerator == accelerator}
         try:
             one = self._times.instance(accelerator, 1)
-            least = smallest_instance(one, self._lengths.longest, self._lengths.context).gpus
-            most = min(MOST_GPUS, joined_gpus(one))
+            sized = smallest_instance(
+                one, self._lengths.longest, self._lengths.context, across_domains=True
+            )
+            # An instance goes across interconnect domains only if it must.
+            joined, least = joined_gpus(one), sized.gpus
+            most = min(MOST_GPUS, joined if least <= joined else MOST_GPUS)
             sizes |= {least * times for times in SIZES if least * times <= most}
         except InputError as error:
             if not sizes:
@@ -210,6 +214,13 @@ class _Finder:
             decode = decode_rate(times.decode, self._question.slo.output_tokens_per_s)
         except InputError:
             decode = None
+        joined = self._catalog.accelerator(accelerator).interconnect_gpus
         return Build(
-            accelerator, gpus, times.prefill, decode, times.prefill_error, times.decode_error
+            accelerator=accelerator,
+            gpus=gpus,
+            profile=times.prefill,
+            decode=decode,
+            prefill_error=times.prefill_error,
+            decode_error=times.decode_error,
+            pipelined=joined is not None and gpus > joined.value,
         )
