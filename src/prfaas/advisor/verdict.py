@@ -2,8 +2,8 @@
 
 PrfaaS pays where a request is served for less money by two kinds of GPUs than by one, and where the
 link carries what moves between them. So if it does not pay, the search is repeated with one
-obstacle removed at a time: the link's bandwidth, its price, whole instances. The first one without
-which PrfaaS would pay is the reason. If none is, no pair of GPUs serves a request for less, and the
+obstacle removed at a time: the link's bandwidth, its price, both, whole instances. The first that
+makes PrfaaS pay is the reason. If none is, no pair of GPUs serves a request for less, and the
 reason is the price of arithmetic, or that prefill is too small a part of the cost.
 """
 
@@ -22,8 +22,6 @@ from prfaas.advisor.search import Found, Search
 from prfaas.kvspec import FullAttention
 
 WORTH_IT = 1.05  # a smaller gain does not pay for a second site and its operation
-# Below this share of the cost, cheaper prefill cannot pay, whatever it costs.
-_SMALL_SHARE = 0.25
 _MOST_GBPS = 1e6
 _UNLIMITED = 1e6  # times the bandwidth, or a fraction of the price
 _HALVINGS = 5
@@ -107,6 +105,9 @@ class _Doubt:
             return self._slow_link()
         if self._pays_with(_cheaper(self._market.links, 0.0)):
             return self._dear_link()
+        if self._pays_with(_cheaper(_faster(self._market.links, _UNLIMITED), 0.0)):
+            words = f"{_prices(self._market.links)}. Only a faster link for less money would pay"
+            return self._because("price of the link", words)
         if isinstance(self._best, Separate) or self._single is None:
             return self._because(
                 "two clusters",
@@ -117,8 +118,8 @@ class _Doubt:
         if possible >= WORTH_IT:
             return self._because(
                 "whole instances",
-                f"at a large scale PrfaaS would gain up to {possible:.2f}x, but "
-                f"{_hardware(self._best)} are too few instances to divide between two sites",
+                f"if instances could be divided, PrfaaS would gain up to {possible:.2f}x over "
+                f"{_hardware(self._best)}, but with whole instances at two sites it does not",
             )
         return self._dear_arithmetic(possible, self._single)
 
@@ -127,7 +128,8 @@ class _Doubt:
         factor = _smallest(lambda times: self._pays_with(_faster(links, times)), 1.0, _UNLIMITED)
         chosen = self._best_with(_faster(links, factor))
         assert chosen is not None and chosen.link is not None, "it pays with this bandwidth"
-        pays_from, offered = chosen.link.gbps, chosen.link.gbps / factor
+        pays_from = chosen.link.gbps
+        offered = links[_faster(links, factor).index(chosen.link)].gbps
         spec = self._market.spec
         tokens = self._typical_long_tokens()
         kv_bytes = spec.kv_bytes(tokens)
@@ -154,25 +156,21 @@ class _Doubt:
             return self._pays_with(_cheaper(links, 1 / discount))
 
         factor = _smallest(pays, 1.0, _UNLIMITED)
-        cheap, fast = (min(links, key=lambda k: k.usd_per_hour), max(links, key=lambda k: k.gbps))
         free = self._gain_with(_cheaper(links, 0.0))
-        costs = f"a link of {cheap.gbps:g} Gbit/s costs ${cheap.usd_per_hour:,.2f} per hour"
-        if fast != cheap:
-            costs += f", and one of {fast.gbps:g} Gbit/s ${fast.usd_per_hour:,.2f}"
         enough = f"At {1 / factor:.2g} times this price it begins to pay"
         if factor >= _UNLIMITED:
             enough = "It pays only if it is free"
         return self._because(
             "price of the link",
-            f"{costs}. {enough}; if it cost nothing, the gain would be {free:.2f}x",
+            f"{_prices(links)}. {enough}; if it cost nothing, the gain would be {free:.2f}x",
         )
 
     def _dear_arithmetic(self, possible: float, single: Option) -> Verdict:
         work = self._search.traffic.of(single.local.place.build)
         share = work.all_s / (work.all_s + 1 / work.decode_rps)
         mean = self._market.workload.mean_new_tokens
-        if share < _SMALL_SHARE:
-            free = 1 / (1 - share)
+        free = 1 / (1 - share)
+        if free < WORTH_IT:
             return self._because(
                 "short prompts",
                 f"prefill is only {share:.0%} of the work of {_hardware(single)} (prompts "
@@ -285,6 +283,14 @@ def _faster(links: tuple[LinkChoice, ...], factor: float) -> tuple[LinkChoice, .
 
 def _cheaper(links: tuple[LinkChoice, ...], factor: float) -> tuple[LinkChoice, ...]:
     return tuple(replace(link, usd_per_hour=link.usd_per_hour * factor) for link in links)
+
+
+def _prices(links: tuple[LinkChoice, ...]) -> str:
+    cheap, fast = min(links, key=lambda k: k.usd_per_hour), max(links, key=lambda k: k.gbps)
+    words = f"a link of {cheap.gbps:g} Gbit/s costs ${cheap.usd_per_hour:,.2f} per hour"
+    if fast != cheap:
+        words += f", and one of {fast.gbps:g} Gbit/s ${fast.usd_per_hour:,.2f}"
+    return words
 
 
 def _smallest(pays: Callable[[float], bool], low: float, high: float) -> float:
