@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import math
+from statistics import fmean, median
 
 import pytest
 from msgspec.structs import replace
 
 from prfaas.estimator.efficiency import Efficiencies, ErrorParts, fitted
-from prfaas.estimator.uncertainty import Calibration, LogRatio, calibrate, observation
+from prfaas.estimator.fit import unseen_errors, usable
+from prfaas.estimator.observations import Observation, builtin_observations
+from prfaas.estimator.uncertainty import Calibration, LogRatio, Phase, calibrate, observation
 
 
 def constants(**parts: float) -> Efficiencies:
@@ -82,6 +85,33 @@ def test_an_accelerator_without_points_has_a_larger_error() -> None:
     seen = observation(known, "prefill", "b", "z", [LogRatio(0.5)])
     after = calibrate(known, [seen])
     assert sigma(after, "a", "z") < 0.75 * sigma(prior, "a", "z")
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_stated_errors_cover_unseen_points_before_and_after_one_measurement(phase: Phase) -> None:
+    """Of the known points, estimated by constants that have seen neither their model nor their
+    accelerator, nine of ten should be within 1.645 standard deviations."""
+    known = fitted()
+    errors = unseen_errors(usable(builtin_observations()), phase, known)
+    campaigns: dict[tuple[object, ...], list[tuple[Observation, float]]] = {}
+    for seen, error in errors:
+        campaigns.setdefault((*seen.group, seen.gpus, seen.engine), []).append((seen, error))
+    before: list[tuple[float, float]] = []  # error, and its stated standard deviation
+    after: list[tuple[float, float]] = []
+    for points in campaigns.values():
+        place = points[0][0].model, points[0][0].accelerator
+        for index, (_, error) in enumerate(points):
+            before.append((error, calibrate(known, []).error(phase, *place, 8).sigma))
+            one = calibrate(known, [observation(known, phase, *place, [LogRatio(-error)])])
+            shift, left = one.correction(phase, *place), one.error(phase, *place, 8).sigma
+            others = points[:index] + points[index + 1 :]
+            after += [(other + math.log(shift), left) for _, other in others]
+    for found in (before, after):
+        assert len(found) > 150
+        covered = fmean(abs(error) < 1.645 * stated for error, stated in found)
+        assert 0.88 < covered < 0.98
+    sizes = [median(abs(error) for error, _ in found) for found in (before, after)]
+    assert sizes[1] < 0.6 * sizes[0]
 
 
 def test_the_error_in_words() -> None:
