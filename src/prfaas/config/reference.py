@@ -28,8 +28,8 @@ _HEAD = """\
 This page is generated from `src/prfaas/config` by `make docs`; a test fails when it is stale.
 
 Two files configure a deployment, and a third asks for one. All are TOML. Unknown keys are errors,
-and each error names the file, the key and the fix. Units are in the names of the keys: `_s` is seconds, `_mb` is 10^6 bytes,
-`_tokens` is tokens. Paths are relative to the file.
+and each error names the file, the key and the fix. Units are in the names of the keys: `_s` is
+seconds, `_mb` is 10^6 bytes, `_tokens` is tokens. Paths are relative to the file.
 
 - The **deployment file** describes model, workload, clusters and links. `prfaas plan`, `simulate`,
   `up` and `gateway` read it.
