@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 from prfaas.advisor import bounds
-from prfaas.advisor.market import Supply
+from prfaas.advisor.answer import advise
+from prfaas.advisor.market import Market, Supply
 from prfaas.advisor.search import Search
+from prfaas.advisor.size_limit import within_limit
 from prfaas.advisor.traffic import mu_for_mean, truncated_mean
-from prfaas.advisor.work import coarsened
+from prfaas.advisor.work import TrafficWork, coarsened
 from prfaas.errors import InputError
 from prfaas.planner.workload import lognormal
 from tests.advisor.situations import small_market, with_rate
@@ -73,3 +75,27 @@ def test_the_mean_of_a_prompt_is_that_after_truncation() -> None:
     for impossible in (10, 200_000):
         with pytest.raises(InputError, match="prompt-tokens"):
             mu_for_mean(impossible, 1.0, 16, 131_072)
+
+
+@pytest.mark.parametrize(
+    ("market", "field"),
+    [
+        (small_market(budget=1e9), "budget_usd_per_hour"),
+        (with_rate(small_market(), 1e12), "rate_rps"),
+    ],
+    ids=["budget", "rate"],
+)
+def test_questions_that_are_too_large_are_refused(market: Market, field: str) -> None:
+    with pytest.raises(InputError) as refused:
+        advise(market)
+    assert refused.value.where == field
+
+
+def test_builds_of_which_a_rate_needs_too_many_are_left_out() -> None:
+    market = with_rate(small_market(), 1.0)
+    traffic = TrafficWork(coarsened(market.workload), market.spec)
+    assert within_limit(market, traffic) == market
+    kept = {
+        len(within_limit(with_rate(market, rate), traffic).places) for rate in range(1, 9000, 30)
+    }
+    assert kept == {8, 6, 4, 2}

@@ -10,7 +10,9 @@ from prfaas.advisor.certainty import Certainty, certainty
 from prfaas.advisor.market import Market
 from prfaas.advisor.option import Alternative, Option, Separate, gain_over, problem_of
 from prfaas.advisor.search import Progress, Search
+from prfaas.advisor.size_limit import within_limit
 from prfaas.advisor.verdict import Verdict, judge
+from prfaas.advisor.work import TrafficWork, coarsened
 from prfaas.errors import InputError
 from prfaas.planner.comparison import Planner, Solution
 
@@ -50,8 +52,10 @@ class Answer:
 
 
 def advise(market: Market, progress: Progress = iter) -> Answer:
-    """Raises if no deployment can serve."""
-    search = Search(market)
+    """Raises if no deployment can serve, or if the question is too large."""
+    traffic = TrafficWork(coarsened(market.workload), market.spec)
+    market = within_limit(market, traffic)
+    search = Search(market, traffic)
     found = search.run(progress)
     if not found.prfaas and not found.singles:
         raise _nothing(search)

@@ -41,7 +41,8 @@ _QUESTION = (
     click.option(
         "--here",
         metavar="GPU,...",
-        help="GPUs that may be bought here, or none. The default is all with a price.",
+        help="GPUs that may be bought here, or none. The default is all with a price of which a "
+        "time is known, so that estimates are not only what a data sheet allows.",
     ),
     click.option(
         "--there", metavar="GPU,...", help="GPUs that may be bought at the other site, or none."

@@ -25,7 +25,7 @@ class HardwareSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     here: list[str] | None = None
     """Accelerators that may be bought for the PD cluster. The default is every accelerator of the
-    catalog that has a price."""
+    catalog that has a price, and of which a time is known or its price is given here."""
     there: list[str] | None = None
     """Accelerators that may be bought for the PrfaaS cluster. The default is the same."""
     prices: dict[str, Amount] = {}

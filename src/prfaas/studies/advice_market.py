@@ -14,6 +14,7 @@ from prfaas.config.advice import AdviceQuestion
 from prfaas.config.deployment import Cluster
 from prfaas.config.write import sparse
 from prfaas.errors import InputError
+from prfaas.estimator.efficiency import fitted
 from prfaas.estimator.sizes import MOST_GPUS, joined_gpus, smallest_instance
 from prfaas.planner.instance_times import Lengths, TimesFinder
 from prfaas.planner.problem import LatencyGoal
@@ -161,7 +162,7 @@ class _Finder:
     def places(self, site: Site, prices: dict[str, Price]) -> Iterator[Place]:
         hardware = self._question.hardware
         named = hardware.here if site == "here" else hardware.there
-        wanted = set(self._catalog.accelerators if named is None else named)
+        wanted = set(self._usual() if named is None else named)
         owned = {o.accelerator: o for o in self._question.owned if o.site == site and o.gpus}
         for name in self._catalog.accelerators:
             mine = owned.get(name)
@@ -175,6 +176,18 @@ class _Finder:
                 supply = Supply(name, site, supply.buy_usd, mine.gpus, mine.usd_per_gpu_hour)
             for build in self._builds_of(name):
                 yield Place(supply, build)
+
+    def _usual(self) -> Iterator[str]:
+        """Accelerators that are considered without being named. Estimates for hardware of which
+        nothing was ever fitted say what its data sheet allows, not what engines reach: such
+        hardware would win too often."""
+        known = {record.accelerator for record in self._catalog.profiles}
+        known.update(fitted().fitted_accelerators, self._question.hardware.prices)
+        for name in self._catalog.accelerators:
+            if name in known:
+                yield name
+            else:
+                self._left_out[name] = "no time on it is known; name it (--here, --there)"
 
     def _builds_of(self, accelerator: str) -> tuple[Build, ...]:
         if accelerator not in self._builds:
