@@ -50,7 +50,7 @@ class NodeRanks:
         "next_remainder_s",
         "numbers",
         "prefill_free_at_s",
-        "reserved_kv_bytes",
+        "minus_free_kv_bytes",
         "usable",
     )
 
@@ -61,7 +61,7 @@ class NodeRanks:
         self.prefill_free_at_s = Ranking()  # of prefill nodes
         # Of decode nodes:
         self.active = Ranking()
-        self.reserved_kv_bytes = Ranking()  # negative: the free memory, the largest first
+        self.minus_free_kv_bytes = Ranking()  # the node with most memory first
         self.decode_free_at_s = Ranking()
         self.next_remainder_s = Ranking()
         self._numbers: dict[NodeId, int] = {}
@@ -88,7 +88,7 @@ class NodeRanks:
             if after.active != before.active:
                 self.active.put(number, after.active)
             if after.free_kv_bytes != before.free_kv_bytes:
-                self.reserved_kv_bytes.put(number, -after.free_kv_bytes)
+                self.minus_free_kv_bytes.put(number, -after.free_kv_bytes)
             if after.free_at_s != before.free_at_s:
                 self.decode_free_at_s.put(number, after.free_at_s)
             if after.next_remainder_s != before.next_remainder_s:
@@ -109,7 +109,7 @@ class NodeRanks:
             self.prefill_free_at_s.put(number, node.free_at_s)
         else:
             self.active.put(number, node.active)
-            self.reserved_kv_bytes.put(number, -node.free_kv_bytes)
+            self.minus_free_kv_bytes.put(number, -node.free_kv_bytes)
             self.decode_free_at_s.put(number, node.free_at_s)
             self.next_remainder_s.put(number, node.next_remainder_s)
 
@@ -118,7 +118,7 @@ class NodeRanks:
         for ranking in (
             self.prefill_free_at_s,
             self.active,
-            self.reserved_kv_bytes,
+            self.minus_free_kv_bytes,
             self.decode_free_at_s,
             self.next_remainder_s,
         ):
