@@ -49,10 +49,16 @@ class Ranking:
         before = self._keys.get(number)
         if before == key:
             return
-        if before is not None:
-            self._take(before, number)
         self._at_most = None
         self._keys[number] = key
+        if before is not None:
+            if len(self._blocks) == 1:  # the same steps, without a search for the block
+                block = self._blocks[0]
+                del block[bisect_left(block, (before, number))]
+                insort(block, (key, number))
+                self._lasts[0] = block[-1]
+                return
+            self._take(before, number)
         bit = 1 << number
         self.nodes |= bit
         entry = (key, number)
