@@ -214,6 +214,26 @@ def test_a_transfer_that_is_under_way_cannot_be_added_again() -> None:
     assert transfer.done.result(0) is None and not again.done.done()
 
 
+def test_acknowledgements_after_the_commit_count_nothing_twice() -> None:
+    """With several connections the commit may come before the acknowledgement of a frame, while
+    the kernel still reads its buffer."""
+    sender, transfer = make_sender(), make_transfer(1, [QUANTUM, QUANTUM])
+    begin(sender, transfer)
+    works = [sender.take(0.0, QUANTUM) for _ in range(2)]
+    frames = [work.frame for work in works if isinstance(work, SendFrame)]
+    assert len(frames) == 2
+    sender.responses.on_ended(transfer.transfer_id, Ended(True), 1.0)
+    for frame in frames:
+        sender.responses.on_acknowledged(transfer.transfer_id, frame.sequence, 1.0)
+    assert not transfer.done.done()
+    assert transfer.acknowledged_bytes == 2 * QUANTUM
+    assert backlog(sender, 1.0).in_flight_bytes == 0
+    for _ in works:
+        sender.release(transfer)
+    assert transfer.done.done()
+    assert backlog(sender, 1.0).in_flight_bytes == 0
+
+
 def test_what_is_left_of_a_transfer_does_not_touch_a_later_one_of_the_same_id() -> None:
     sender, first = make_sender(), make_transfer(1, [10])
     begin(sender, first)

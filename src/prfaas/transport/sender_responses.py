@@ -73,6 +73,6 @@ class ResponseHandler:
                 if result.committed:  # the commit also acknowledges the last frame
                     left = transfer.outstanding_bytes
                     state.delivery.record_arrival(left, state.outstanding_bytes(), now)
-                    transfer.acknowledged_bytes = transfer.total_bytes
+                    state.in_flight_bytes -= transfer.acknowledge_all()
                 finished = state.end(transfer, "" if result.committed else result.reason)
         set_done(finished)

@@ -176,6 +176,18 @@ class SenderTransfer:
         self.acknowledged_bytes += frame.nbytes
         return frame.nbytes
 
+    def acknowledge_all(self) -> int:
+        """The receiver has committed, so everything arrived. Returns the bytes that were in flight.
+        Acknowledgements of single frames may still come, on other connections: they find nothing in
+        flight and count nothing twice."""
+        nbytes = self.in_flight_bytes
+        self._in_flight.clear()
+        self._arriving.clear()
+        self._pending.clear()
+        self.in_flight_bytes = self.pending_bytes = 0
+        self.acknowledged_bytes = self.total_bytes
+        return nbytes
+
     def mark_lost(self, sequence: int) -> None:
         """The frame did not arrive intact. Its pieces are the next ones to send."""
         frame = self._in_flight.pop(sequence, None)
