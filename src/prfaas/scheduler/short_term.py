@@ -11,10 +11,12 @@ round of reports. Policies: `paper` (section 3.4.3), `local`, `remote`, and `ada
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from prfaas.scheduler.adaptive import choose_cheapest, make_hold, others_are_overdue
 from prfaas.scheduler.congestion import DEFAULT_RULES, LinkVerdict, judge
 from prfaas.scheduler.forecast import forecast
+from prfaas.scheduler.homes.shares import choose_by_share
 from prfaas.scheduler.options import (
     Option,
     PrefixSource,
@@ -33,15 +35,18 @@ from prfaas.types import ClusterId
 
 _SHORT = "short: at most the threshold is uncached"
 _LONG = "long: more than the threshold is uncached"
+_KEPT = "the raised threshold keeps it: local prefill is no later than remote"
+_NOT_KEPT = "long: the raised threshold would keep it, but local prefill is later"
 
 
 def route(request: Request, view: View, plan: Plan, state: ShortTermState) -> Route | Hold:
     """The route of `request`, or the hold under which it waits. Reserves nothing: the caller
     records a route on the board, and puts a held request into the waiting room."""
     remotes = reachable_remotes(request, view)
+    credits: tuple[tuple[ClusterId, float], ...] = ()
     match state.rules.policy:
         case "paper":
-            option, reason = _paper(request, view, plan, state, remotes)
+            option, reason, credits = _paper(request, view, plan, state, remotes)
         case "adaptive":
             option, reason = choose_cheapest(request, view, plan, state, remotes)
         case "local":
@@ -61,7 +66,9 @@ def route(request: Request, view: View, plan: Plan, state: ShortTermState) -> Ro
         if others_are_overdue(request, option, view, state):
             return make_hold(request, option, view, state, "other requests have waited longer")
     chosen = make_route(request, option, view, state, reason)
-    return Hold("no node decodes", None, 0.0, request.arrived_s) if chosen is None else chosen
+    if chosen is None:
+        return Hold("no node decodes", None, 0.0, request.arrived_s)
+    return chosen._replace(credits=credits) if credits else chosen
 
 
 def has_room(cluster: ClusterId, view: View, state: ShortTermState) -> bool:
@@ -79,47 +86,78 @@ def reachable_remotes(request: Request, view: View) -> list[ClusterView]:
     return [remote for remote in view.remotes if view.links[remote.cluster, to].up]
 
 
+class _Decided(NamedTuple):
+    option: Option | None
+    reason: str
+    credits: tuple[tuple[ClusterId, float], ...] = ()
+
+
 def _paper(
     request: Request, view: View, plan: Plan, state: ShortTermState, remotes: Sequence[ClusterView]
-) -> tuple[Option | None, str]:
-    """Short requests stay local, long ones are offloaded (section 3.4.3). A raised threshold keeps
-    a request local only if its forecast TTFT there is at most the forecast of the remote option
-    that the plan's threshold would have chosen. So a raised threshold never makes a request later
-    than the plan's threshold would, whatever made the loop raise it."""
+) -> _Decided:
+    """Short requests stay local, long ones are offloaded (section 3.4.3), and the plan's shares say
+    to which PrfaaS cluster. A raised threshold keeps a request local only if its forecast TTFT
+    there is at most the forecast of the remote option that the plan's threshold would have chosen.
+    So a raised threshold never makes a request later than the plan's threshold would, whatever made
+    the loop raise it."""
     prefixes: dict[ClusterId, PrefixSource | None] = {}
     counted = _count_prefixes(prefixes, view, state, remotes) if view.cached else 0
     uncached = request.prompt_tokens - counted
     if uncached <= plan.threshold_tokens:
-        return _preferred(request, view, (view.local,), remotes, prefixes, _SHORT)
-    if uncached > plan.threshold_tokens * state.threshold_factor:
-        return _preferred(request, view, remotes, (view.local,), prefixes, _LONG)
-    near = _soonest(request, view, (view.local,), prefixes)
-    far = _soonest(request, view, remotes, prefixes)
-    if near is not None and far is not None:
-        near_s = forecast(request, near, view, state).ttft_s
-        if near_s <= forecast(request, far, view, state).ttft_s:
-            return near, "the raised threshold keeps it: local prefill is no later than remote"
-        return far, "long: the raised threshold would keep it, but local prefill is later"
-    return _preferred(request, view, remotes, (view.local,), prefixes, _LONG)
+        near = _soonest(request, view, (view.local,), prefixes)
+        if near is not None:
+            return _Decided(near, _SHORT)
+        return _other_than_wanted(
+            request, _far(request, view, plan, remotes, prefixes, uncached), _SHORT
+        )
+    far, credits = _far(request, view, plan, remotes, prefixes, uncached)
+    if far is None:
+        near = _soonest(request, view, (view.local,), prefixes)
+        return _other_than_wanted(request, (near, ()), _LONG)
+    if uncached <= plan.threshold_tokens * state.threshold_factor:
+        near = _soonest(request, view, (view.local,), prefixes)
+        if near is not None:
+            near_s = forecast(request, near, view, state).ttft_s
+            if near_s <= forecast(request, far, view, state).ttft_s:
+                return _Decided(near, _KEPT)
+            return _Decided(far, _NOT_KEPT, credits)
+    return _Decided(far, _LONG, credits)
 
 
-def _preferred(
+def _far(
     request: Request,
     view: View,
-    wanted: Sequence[ClusterView],
-    other: Sequence[ClusterView],
+    plan: Plan,
+    remotes: Sequence[ClusterView],
     prefixes: dict[ClusterId, PrefixSource | None],
-    reason: str,
-) -> tuple[Option | None, str]:
-    """The soonest option of the wanted clusters. Locality is a preference and never a reason to
-    refuse: where no wanted cluster can prefill, this is the soonest option of the others."""
-    found = _soonest(request, view, wanted, prefixes)
-    if found is not None:
-        return found, reason
-    found = _soonest(request, view, other, prefixes)
-    if found is None:
-        return None, "no node prefills"
-    return found, local_only_reason(request) or f"{reason}, but no node there can take it"
+    uncached: int,
+) -> tuple[Option | None, tuple[tuple[ClusterId, float], ...]]:
+    """The PrfaaS option: the cluster whose turn it is by the plan's shares. Where the plan does not
+    decide, the one whose prefill ends first."""
+    options = [
+        found
+        for remote in remotes
+        if (found := best_option(request, remote, view, prefixes.get(remote.cluster))) is not None
+    ]
+    if len(options) > 1:
+        turn = choose_by_share(options, uncached, view, plan)
+        if turn is not None:
+            return turn.option, turn.credits
+    return min(options, key=lambda option: option.end_s, default=None), ()
+
+
+def _other_than_wanted(
+    request: Request,
+    found: tuple[Option | None, tuple[tuple[ClusterId, float], ...]],
+    wanted: str,
+) -> _Decided:
+    """Locality is a preference and never a reason to refuse: where no wanted cluster can prefill,
+    the request takes an option of the others."""
+    option, credits = found
+    if option is None:
+        return _Decided(None, "no node prefills")
+    reason = local_only_reason(request) or f"{wanted}, but no node there can take it"
+    return _Decided(option, reason, credits)
 
 
 def _count_prefixes(

@@ -1,0 +1,88 @@
+"""Decoding in another PD cluster than the one at which a request arrives. Pure.
+
+A request decodes at its home. It goes elsewhere only where the home cannot serve it: no node there
+decodes, no node can prefill for it, or every decode node is full. That costs a round trip between
+the two PD clusters, which therefore must be known. A longer queue at home is no reason: the plan
+has given every PD cluster capacity for its own traffic, and a request that goes elsewhere takes it
+from the requests there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from prfaas.scheduler.plan import Plan
+from prfaas.scheduler.request import Request, Route
+from prfaas.scheduler.sets import Choice, predict_ttft_s
+from prfaas.scheduler.short_term import route
+from prfaas.scheduler.state import ShortTermState
+from prfaas.scheduler.view import View
+from prfaas.scheduler.waiting import Hold
+
+
+class Home(NamedTuple):
+    """What a decision for one PD cluster uses."""
+
+    view: View
+    plan: Plan
+    state: ShortTermState
+    round_trip_s: float = 0.0  # from the PD cluster at which the request arrived
+
+
+def route_from(request: Request, home: Home, others: Callable[[], Iterable[Home]]) -> Route | Hold:
+    """The route of a request that arrives at `home`, or its hold. `others` yields the PD clusters
+    that may decode it instead; it is called only where that is of use."""
+    found = route(request, home.view, home.plan, home.state)
+    if isinstance(found, Hold):
+        if found.cluster is not None or not home.state.rules.decode_elsewhere:
+            return found
+        return _serve_elsewhere(request, others()) or found
+    if not home.state.rules.decode_elsewhere or _has_decode_room(request, found, home.view):
+        return found
+    here_s = predict_ttft_s(request, Choice(found, home.view, False), home.state)
+    roomy = (other for other in others() if _can_decode_now(request, other.view))
+    taken = _serve_elsewhere(request, roomy, sooner_than_s=here_s)
+    return taken if isinstance(taken, Route) else found
+
+
+def _serve_elsewhere(
+    request: Request, others: Iterable[Home], sooner_than_s: float = float("inf")
+) -> Route | Hold | None:
+    """The earliest first token among the other PD clusters. A hold there, if each of them would
+    hold the request. None if none of them can serve it."""
+    best: Route | None = None
+    held: Hold | None = None
+    best_s = sooner_than_s
+    for other in others:
+        found = route(request, other.view, other.plan, other.state)
+        if isinstance(found, Hold):
+            if held is None and found.cluster is not None:
+                held = found
+            continue
+        choice = Choice(found, other.view, False)
+        ttft_s = predict_ttft_s(request, choice, other.state) + other.round_trip_s
+        if ttft_s < best_s:
+            reason = f"its home cannot serve it; at {other.view.local.cluster}: {found.reason}"
+            best = found._replace(round_trip_s=other.round_trip_s, reason=reason)
+            best_s = ttft_s
+    return best or held
+
+
+def _has_decode_room(request: Request, taken: Route, view: View) -> bool:
+    """Whether the decode node of a route has a slot and memory, so that the request does not wait
+    for another one to end."""
+    node = view.local.node(taken.decode)
+    return node.active < node.slots and node.free_kv_bytes >= _kv_bytes(request, view)
+
+
+def _can_decode_now(request: Request, view: View) -> bool:
+    ranks = view.local.ranks()
+    if not ranks.active.nodes:
+        return False
+    node = view.local.node(ranks.name(ranks.active.least()[1]))
+    return node.active < node.slots and node.free_kv_bytes >= _kv_bytes(request, view)
+
+
+def _kv_bytes(request: Request, view: View) -> float:
+    return request.prompt_tokens * view.costs.bytes_per_token
