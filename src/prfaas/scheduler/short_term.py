@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from prfaas.config.deployment import SchedulerSection
 from prfaas.scheduler.adaptive import choose_cheapest, make_hold, others_are_overdue
 from prfaas.scheduler.congestion import DEFAULT_RULES, LinkVerdict, judge
 from prfaas.scheduler.forecast import forecast
@@ -74,8 +75,13 @@ def route(request: Request, view: View, plan: Plan, state: ShortTermState) -> Ro
 def has_room(cluster: ClusterId, view: View, state: ShortTermState) -> bool:
     """Whether a prefill queue of `cluster` is short enough to retry the requests held for it. Also
     when no node prefills there any more: then these requests go elsewhere."""
-    wait_s = shortest_wait_s(view.cluster(cluster), view.now_s)
-    return wait_s is None or wait_s <= state.rules.adaptive.queue_s
+    return has_room_at(view.cluster(cluster), view.now_s, state.rules)
+
+
+def has_room_at(cluster: ClusterView, now_s: float, rules: SchedulerSection) -> bool:
+    """The same for a cluster of any view: it may prefill for several PD clusters."""
+    wait_s = shortest_wait_s(cluster, now_s)
+    return wait_s is None or wait_s <= rules.adaptive.queue_s
 
 
 def reachable_remotes(request: Request, view: View) -> list[ClusterView]:

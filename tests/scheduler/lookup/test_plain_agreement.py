@@ -75,8 +75,8 @@ def change(board: Board, names: list[NodeId], draw: Random, now_s: float) -> Non
             local = [other for other in names if other.startswith("near")]
             remainder_s = now_s + draw.choice([-1.0, 1.0]) if draw.random() < 0.3 else None
             done = Route(
-                NEAR, name, NEAR, draw.choice(local), False, 0, 0, 0, draw.choice([0.5, 2.0]), (), "",
-                remainder_s,
+                NEAR, name, NEAR, draw.choice(local), False, 0, 0, 0, draw.choice([0.5, 2.0]), (),
+                "", remainder_s,
             )  # fmt: skip
             board.record_dispatch(done, draw.choice([0.0, 1e5]), now_s)
 
