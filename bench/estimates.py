@@ -14,7 +14,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, median
@@ -40,6 +40,7 @@ from prfaas.estimator.fit import (
 from prfaas.estimator.instance import Instance
 from prfaas.estimator.observations import Observation, builtin_observations
 from prfaas.estimator.profile import estimated_profile
+from prfaas.estimator.times import prefill_s
 from prfaas.studies.problem_files import Study
 
 ROOT = Path(__file__).parents[1]
@@ -351,6 +352,32 @@ def checks_table(figures: Figures) -> list[str]:
     return lines
 
 
+def cached_table(figures: Figures) -> list[str]:
+    """How much longer a prefill takes after a cached prefix, measured and estimated. The engine
+    that was measured is slow, so its ratios are compared and not its times."""
+    catalog = Catalog.builtin()
+    lines = [
+        "| new tokens | after cached tokens | measured: times as long as without | estimated |",
+        "|---|---|---|---|",
+    ]
+    for record in catalog.profiles:
+        without = {point.new: point.seconds for point in record.prefill if not point.cached}
+        model = catalog.model(record.model)
+        instance = Instance(
+            model.model_shape(), model.spec(), catalog.accelerator(record.accelerator), record.gpus
+        )
+        lean = replace(instance, engine_class="vllm")
+        for point in record.prefill:
+            if point.cached and point.seconds:
+                measured = point.seconds / (without[point.new] or math.nan)
+                after = prefill_s(lean, figures.constants, point.new, point.cached)
+                estimated = after / prefill_s(lean, figures.constants, point.new)
+                lines.append(
+                    f"| {point.new:,} | {point.cached:,} | {measured:.2f} | {estimated:.2f} |"
+                )
+    return lines
+
+
 def write_docs(figures: Figures, page: Path) -> None:
     tables = {
         "constants": constants_table(figures),
@@ -360,6 +387,7 @@ def write_docs(figures: Figures, page: Path) -> None:
         "parts": parts_table(figures),
         "correction": correction_table(figures),
         "case study": case_table(figures),
+        "cached": cached_table(figures),
         "checks": checks_table(figures),
     }
     text = page.read_text(encoding="utf-8")

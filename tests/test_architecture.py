@@ -17,7 +17,7 @@ ROWS = [
         *("errors", "clock", "lateness", "schema", "types", "contracts", "kvspec", "config"),
         *("catalog", "text", "listening", "supervision", "service"),
     },
-    {"estimator", "planner", "scheduler", "cache", "security", "device"},
+    {"estimator", "planner", "advisor", "scheduler", "cache", "security", "device"},
     {"transport", "engine", "http_client", "wan"},
     {"gateway", "kvd", "node", "sim", "integrations", "testing", "measure"},
     {"studies"},
@@ -41,6 +41,8 @@ WITHIN_ROW = {
     ("catalog", "kvspec"),
     ("catalog", "config"),  # the strict TOML reader
     ("planner", "estimator"),  # profiles that nobody has measured
+    ("advisor", "planner"),
+    ("advisor", "estimator"),  # the error of an estimate
     ("scheduler", "planner"),
     ("node", "kvd"),  # the Unix socket's client, also for the next one
     ("integrations", "kvd"),
@@ -65,7 +67,7 @@ ROOMS = {
     "llguidance": {"engine"},
     "tokenizers": {"text", "engine"},  # the engine's makes one for its own small models
 }
-PURE = {"estimator", "planner", "scheduler", "cache"}
+PURE = {"estimator", "planner", "advisor", "scheduler", "cache"}
 IMPURE_MODULES = {"asyncio", "socket", "time", "threading", "subprocess", "aiohttp", "zmq"}
 # sim is a shell by position but drives pure code only.
 SIM_MAY_USE = ROWS[0] | ROWS[1]

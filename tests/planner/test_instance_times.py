@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
@@ -183,3 +185,15 @@ def test_measurements_that_cannot_be_compared_are_left_out() -> None:
     own = record("b200", (1024, 9.0), model="unknown-model")
     before, after = (f.times("b200", 8, decode=False) for f in (finder(), finder(own)))
     assert after.prefill_error == before.prefill_error
+
+
+def test_the_class_of_engines_changes_the_fixed_time_only() -> None:
+    planned = PlannedModel.of_catalog(CATALOG, MODEL, CATALOG.model(MODEL).spec())
+    slow = TimesFinder(CATALOG, planned, LENGTHS)
+    lean = TimesFinder(CATALOG, replace(planned, engine_class="vllm"), LENGTHS)
+    fixed = fitted().prefill_fixed_s
+    ratio = slow.calibration.correction("prefill", MODEL, "b200")
+    assert lean.calibration.correction("prefill", MODEL, "b200") == ratio
+    for new in (1024, 131_072):
+        times = [f.times("b200", 8, decode=False).prefill.seconds(new) for f in (slow, lean)]
+        assert times[0] - times[1] == pytest.approx((fixed.paper - fixed.vllm) * ratio)

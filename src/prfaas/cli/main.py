@@ -17,6 +17,7 @@ COMMANDS = {
     "up": "Start a whole deployment on this machine, with an emulated WAN.",
     "kv": "Show how much KV cache models produce, how fast, and the egress a cluster needs.",
     "plan": "Find the best threshold and split of a deployment and compare three baselines.",
+    "advise": "Find the hardware for a model and its traffic; is PrfaaS worth it?",
     "simulate": "Simulate a deployment under a trace or random traffic.",
     "profile": "Measure prefill times, KV sizes and decode steps of a model or a server.",
     "gateway": "Run the gateway: one OpenAI endpoint for all clusters of a deployment.",

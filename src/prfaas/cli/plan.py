@@ -7,9 +7,10 @@ from pathlib import Path
 
 import click
 
-from prfaas.config import parse_deployment
+from prfaas.config import Deployment, parse_deployment
 from prfaas.config.strict import parse_toml, read_text
 from prfaas.display.console import console, print_json, with_progress
+from prfaas.display.flow_tables import network_tables
 from prfaas.display.gain_map_table import gain_map_notes, gain_map_tables
 from prfaas.display.plan_tables import (
     comparison_table,
@@ -21,8 +22,14 @@ from prfaas.display.plan_tables import (
 )
 from prfaas.errors import InputError
 from prfaas.planner.curves import Reading
-from prfaas.planner.report import comparison_as_dict, estimated_times, estimates_as_dict
+from prfaas.planner.report import (
+    comparison_as_dict,
+    estimated_in_network,
+    estimated_times,
+    estimates_as_dict,
+)
 from prfaas.studies.gain_map import deployment_map
+from prfaas.studies.network_plans import NetworkStudy
 from prfaas.studies.plan_comparison import compare, read_published
 from prfaas.studies.problem_files import Study
 from prfaas.studies.sweep import run_sweep
@@ -104,6 +111,18 @@ def plan(
             )
     raw = parse_toml(read_text(deployment), deployment)
     parsed = parse_deployment(raw, deployment)
+    if len(parsed.of_kind("pd")) > 1:
+        flags = {"--load": load, "--sweep": sweep, "--compare": published, "--plot": plot}
+        flags["--map"] = with_map or None
+        for flag, value in flags.items():
+            if value is not None:
+                raise InputError(
+                    "this option is for deployments with one pd cluster",
+                    where=flag,
+                    fix="remove it",
+                )
+        _plan_several(NetworkStudy(deployment, reading), parsed, as_json)
+        return
     study = Study(deployment, reading)
     result = study.plan(parsed, load)
     estimated = estimated_times(study.problem(parsed), study.catalog(parsed))
@@ -148,3 +167,15 @@ def plan(
             out.print(line)
     for path in written:
         out.print(f"wrote {path}")
+
+
+def _plan_several(study: NetworkStudy, deployment: Deployment, as_json: bool) -> None:
+    comparison = study.plan_network(deployment)
+    estimated = estimated_in_network(study.network(deployment), study.catalog(deployment))
+    if as_json:
+        print_json(comparison.as_dict() | estimates_as_dict(estimated, None))
+        return
+    out = console()
+    out.print(network_tables(comparison, deployment.model.name))
+    if estimated:
+        out.print(estimate_notes(estimated, None, deployment.model.name))

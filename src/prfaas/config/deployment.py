@@ -34,6 +34,10 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     chunk_tokens: Count | None = None
     """Tokens of one pass of a chunked prefill, for estimated times. The default is that of vLLM
     and SGLang on data-center GPUs."""
+    engine_class: Literal["paper", "sglang", "vllm"] = "paper"
+    """Engines whose fixed time per prefill estimated times contain: those that the paper measured,
+    or SGLang or vLLM as others measure them, which are several times shorter
+    (docs/estimates.md)."""
 
 
 # Workloads: lengths are those of the *uncached* part of a prompt ----------------------------------

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from prfaas.config.advice import AdviceQuestion
 from prfaas.config.deployment import Deployment
 from prfaas.config.host import HostConfig
 
@@ -26,14 +27,15 @@ _HEAD = """\
 
 This page is generated from `src/prfaas/config` by `make docs`; a test fails when it is stale.
 
-Two files configure a deployment. Both are TOML. Unknown keys are errors, and each error names the
-file, the key and the fix. Units are in the names of the keys: `_s` is seconds, `_mb` is 10^6 bytes,
-`_tokens` is tokens. Paths are relative to the file.
+Two files configure a deployment, and a third asks for one. All are TOML. Unknown keys are errors,
+and each error names the file, the key and the fix. Units are in the names of the keys: `_s` is
+seconds, `_mb` is 10^6 bytes, `_tokens` is tokens. Paths are relative to the file.
 
 - The **deployment file** describes model, workload, clusters and links. `prfaas plan`, `simulate`,
   `up` and `gateway` read it.
 - The **host file** configures the processes of one host: `prfaas kvd --config FILE` reads `[kvd]`,
   `prfaas node --config FILE` reads `[node]`. It is optional.
+- The **question file** is for `prfaas advise`: model, traffic, money, and what is owned.
 
 A flag wins over the file. `--set KEY=VALUE` of `kvd`, `node` and `gateway` sets any key of this
 page without a file, for example `prfaas kvd --set kvd.timeouts.grant_s=90`.
@@ -58,6 +60,11 @@ def reference() -> str:
     parts += [_markdown(section) for section in sections(Deployment)]
     parts += ["## Host file\n"]
     parts += [_markdown(section) for section in sections(HostConfig)]
+    parts += ["## Question file\n"]
+    parts += ["`[model]`, `[workload]` and `[slo]` are those of the deployment file.\n"]
+    known = {section.title for section in sections(Deployment)} - {"Top level", "`[[links]]`"}
+    asked = sections(AdviceQuestion)
+    parts += [_markdown(section) for section in asked if section.title not in known]
     return "\n".join(parts)
 
 
@@ -137,9 +144,19 @@ def _kind(hint: Any) -> str:
         return " or ".join(f'"{value}"' for value in arguments)
     if origin in (types.UnionType, typing.Union):
         return " or ".join(_kind(part) for part in arguments if part is not type(None))
+    if origin is dict:
+        return f"{_kind(arguments[1])} by name"
     if origin is list:
-        return "tables" if _structs(hint) else f"list of {_kind(arguments[0])}s"
+        return "tables" if _structs(hint) else _list_kind(arguments[0])
     return {str: "string", int: "integer", float: "number", bool: "boolean"}[hint]
+
+
+def _list_kind(element: Any) -> str:
+    """The plural has its bounds after it: list of integers >= 1."""
+    if typing.get_origin(element) is typing.Annotated:
+        bare, *metas = typing.get_args(element)
+        return f"list of {_kind(bare)}s{_bounds(tuple(metas))}"
+    return f"list of {_kind(element)}s"
 
 
 def _bounds(metas: tuple[Any, ...]) -> str:

@@ -75,6 +75,7 @@ class PlannedModel:
     chunk_tokens: int = CHUNK_TOKENS
     # The weights are in another format than the model's own, which the built-in profiles are of.
     quantised: bool = False
+    engine_class: EngineClass = "paper"
 
     @classmethod
     def of_catalog(cls, catalog: Catalog, name: str, spec: KVSpec) -> PlannedModel:
@@ -123,6 +124,7 @@ class TimesFinder:
             accelerator=self._catalog.accelerator(accelerator),
             gpus=gpus,
             chunk_tokens=self._model.chunk_tokens,
+            engine_class=self._model.engine_class,
         )
 
     def times(self, accelerator: str, gpus: int, *, decode: bool) -> InstanceTimes:
@@ -247,7 +249,10 @@ def _compared(
 ) -> LogRatio:
     """A measured prefill beside its estimate. Engines differ in the time that a prefill takes
     whatever its length. So a short prompt says little about long ones where the engine is not
-    known: the doubt is the difference between the slowest and the fastest class of engines."""
+    known: the doubt is the difference between the slowest and the fastest class of engines.
+    Published profiles are of the paper's engines."""
+    if engine_known:
+        instance = replace(instance, engine_class="paper")
     estimates = [
         prefill_s(replace(instance, engine_class=name), constants, point.new, point.cached)
         for name in get_args(EngineClass)

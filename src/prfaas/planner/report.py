@@ -10,6 +10,7 @@ from prfaas.catalog import Catalog
 from prfaas.catalog.provenance import Sourced
 from prfaas.estimator.uncertainty import EstimateError
 from prfaas.planner.comparison import DeploymentComparison, Solution
+from prfaas.planner.network.problem import NetworkProblem
 from prfaas.planner.problem import Problem
 from prfaas.planner.ranges import PlanRanges, Range
 
@@ -57,6 +58,15 @@ def estimated_times(problem: Problem, catalog: Catalog) -> list[EstimatedTimes]:
                     )
                 )
     return found
+
+
+def estimated_in_network(problem: NetworkProblem, catalog: Catalog) -> list[EstimatedTimes]:
+    """Of each cluster once, although a PrfaaS cluster may serve several PD clusters."""
+    found: dict[tuple[str, str], EstimatedTimes] = {}
+    for home in problem.homes:
+        for times in estimated_times(home.problem, catalog):
+            found.setdefault((times.cluster, times.what), times)
+    return list(found.values())
 
 
 def estimates_as_dict(estimated: list[EstimatedTimes], ranges: PlanRanges | None) -> dict[str, Any]:

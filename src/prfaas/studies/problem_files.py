@@ -108,7 +108,9 @@ class Study:
 
         chunk_tokens = section.chunk_tokens or CHUNK_TOKENS
         quantised = section.weights is not None and shape() != self._shape(section, catalog)
-        model = PlannedModel(section.name, spec, shape, chunk_tokens, quantised)
+        model = PlannedModel(
+            section.name, spec, shape, chunk_tokens, quantised, section.engine_class
+        )
         own = [record for record in catalog.profiles if record not in self._builtin.profiles]
         return TimesFinder(catalog, model, lengths, own=own)
 

@@ -23,7 +23,6 @@ Mask = npt.NDArray[np.bool_]
 
 # HiGHS accepts no smaller tolerance. Uses of capacity are about 1, so this is a relative error.
 _TOLERANCE = 1e-10
-
 # A resource whose use is settled may still be used more by this part, for rounding.
 _SETTLED = 1e-9
 # A home that does not grow has to be served first. Its requests may be missing at a price above any
@@ -146,7 +145,7 @@ class FlowProgram:
                 break
             limit[settled] = level * (1 + _SETTLED)
             unsettled &= ~settled
-        return [share / share.sum() if share.sum() > 0 else share for share in shares]
+        return [_whole(share) for share in shares]
 
     def cheapest(self, home: int, rows: Rows, rate_rps: float, prices: Prices) -> tuple[int, float]:
         """The row whose work costs least at these prices on the best way, and its cost."""
@@ -216,3 +215,10 @@ class FlowProgram:
         infeasible = 2
         assert found.status in (0, infeasible), found.message
         return found if found.status == 0 else None
+
+
+def _whole(shares: Array) -> Array:
+    """Shares that sum to 1, without those that are rounding. All are 0 where none is sent."""
+    sent = np.where(shares > _MISSING, shares, 0.0)
+    total = float(sent.sum())
+    return sent / total if total > 0 else sent

@@ -187,9 +187,9 @@ class GrowthSearch:
 
 def serves(program: FlowProgram, rates: Array, splits: Sequence[int]) -> bool:
     """Whether these splits leave enough prefill for the rates."""
-    everyone = np.ones(len(rates), dtype=bool)
+    all_homes = np.ones(len(rates), dtype=bool)
     target = 1 - _ROUNDING
-    attempt = GrowthSearch(program, rates, everyone, splits).attempt(1.0, target)
+    attempt = GrowthSearch(program, rates, all_homes, splits).attempt(1.0, target)
     return attempt is not None and attempt.factor >= target
 
 

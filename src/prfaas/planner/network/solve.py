@@ -16,6 +16,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from prfaas.errors import InputError
+from prfaas.kvspec import KVSpec
 from prfaas.planner.curves import Array, Atoms, Reading, WorkCurves, cut_workload
 from prfaas.planner.network.flows import FlowProgram
 from prfaas.planner.network.plan import Binding, Flow, HomePlan, NetworkPlan, PrfaasPlan
@@ -37,14 +38,14 @@ class NetworkPlanner:
     def __init__(self, reading: Reading) -> None:
         self.reading: Reading = reading
         self.programmes_solved = 0
-        self._curves: dict[int, tuple[Workload, WorkCurves]] = {}
+        self._curves: dict[tuple[int, KVSpec], tuple[Workload, WorkCurves]] = {}
         self._works: dict[tuple[object, ...], ThresholdWork] = {}
 
     def solve(self, problem: NetworkProblem) -> NetworkPlan:
         program = self._program(problem)
         shares = _shares(problem)
-        everyone = np.ones(len(shares), dtype=bool)
-        level = GrowthSearch(program, shares, everyone).largest()
+        all_homes = np.ones(len(shares), dtype=bool)
+        level = GrowthSearch(program, shares, all_homes).largest()
         if level.factor <= 0:
             self._raise_for_no_rate(problem)
         rates = level.factor * shares
@@ -55,15 +56,15 @@ class NetworkPlanner:
             splits, rows = _splits(program, rates), level.rows
         flow_shares = program.balance(rows, rates)
         self.programmes_solved += program.solved
-        drawn = _Drawing(problem, program, splits, rows, flow_shares)
-        return drawn.plan(self.reading, level.factor, level.bound / level.factor - 1)
+        writer = _PlanWriter(problem, program, splits, rows, flow_shares)
+        return writer.plan(self.reading, level.factor, level.bound / level.factor - 1)
 
     def rate_rps(self, problem: NetworkProblem, at_least: float = 0.0) -> float:
         """The largest total rate alone, without a plan. `at_least` is known to be possible."""
         program = self._program(problem)
         shares = _shares(problem)
-        everyone = np.ones(len(shares), dtype=bool)
-        factor = GrowthSearch(program, shares, everyone).largest(known=at_least).factor
+        all_homes = np.ones(len(shares), dtype=bool)
+        factor = GrowthSearch(program, shares, all_homes).largest(known=at_least).factor
         self.programmes_solved += program.solved
         return factor
 
@@ -78,11 +79,12 @@ class NetworkPlanner:
 
     def curves(self, home: Home) -> WorkCurves:
         workload, spec = home.problem.workload, home.problem.spec
-        if id(workload) not in self._curves:
+        key = (id(workload), spec)
+        if key not in self._curves:
             made = WorkCurves(cut_workload(workload), Atoms(workload, spec), self.reading)
             # The planner keeps the workload, so that no other one gets its id.
-            self._curves[id(workload)] = (workload, made)
-        return self._curves[id(workload)][1]
+            self._curves[key] = (workload, made)
+        return self._curves[key][1]
 
     def _program(self, problem: NetworkProblem) -> FlowProgram:
         return FlowProgram([self.work(home) for home in problem.homes], problem.prfaas_pools)
@@ -118,7 +120,7 @@ def _splits(program: FlowProgram, rates: Array) -> list[int]:
     return splits
 
 
-class _Drawing:
+class _PlanWriter:
     """Writes a solution down as a plan."""
 
     def __init__(
