@@ -17,7 +17,7 @@ from prfaas.config.deployment import SchedulerSection
 from prfaas.scheduler.adaptive import choose_cheapest, make_hold, others_are_overdue
 from prfaas.scheduler.congestion import DEFAULT_RULES, LinkVerdict, judge
 from prfaas.scheduler.forecast import forecast
-from prfaas.scheduler.homes.shares import choose_by_share
+from prfaas.scheduler.homes.shares import Credits, choose_by_share
 from prfaas.scheduler.options import (
     Option,
     PrefixSource,
@@ -36,6 +36,8 @@ from prfaas.types import ClusterId
 
 _SHORT = "short: at most the threshold is uncached"
 _LONG = "long: more than the threshold is uncached"
+# Locality is a preference and never a reason to refuse.
+_NOT_THERE = ", but no node there can take it"
 _KEPT = "the raised threshold keeps it: local prefill is no later than remote"
 _NOT_KEPT = "long: the raised threshold would keep it, but local prefill is later"
 
@@ -44,7 +46,7 @@ def route(request: Request, view: View, plan: Plan, state: ShortTermState) -> Ro
     """The route of `request`, or the hold under which it waits. Reserves nothing: the caller
     records a route on the board, and puts a held request into the waiting room."""
     remotes = reachable_remotes(request, view)
-    credits: tuple[tuple[ClusterId, float], ...] = ()
+    credits: Credits = ()
     match state.rules.policy:
         case "paper":
             option, reason, credits = _paper(request, view, plan, state, remotes)
@@ -95,7 +97,7 @@ def reachable_remotes(request: Request, view: View) -> list[ClusterView]:
 class _Decided(NamedTuple):
     option: Option | None
     reason: str
-    credits: tuple[tuple[ClusterId, float], ...] = ()
+    credits: Credits = ()
 
 
 def _paper(
@@ -103,67 +105,44 @@ def _paper(
 ) -> _Decided:
     """Short requests stay local, long ones are offloaded (section 3.4.3), and the plan's shares say
     to which PrfaaS cluster. A raised threshold keeps a request local only if its forecast TTFT
-    there is at most the forecast of the remote option that the plan's threshold would have chosen.
-    So a raised threshold never makes a request later than the plan's threshold would, whatever made
-    the loop raise it."""
+    there is at most that of every PrfaaS cluster. So a raised threshold never makes a request later
+    than the plan's threshold would, whatever made the loop raise it."""
     prefixes: dict[ClusterId, PrefixSource | None] = {}
     counted = _count_prefixes(prefixes, view, state, remotes) if view.cached else 0
     uncached = request.prompt_tokens - counted
-    if uncached <= plan.threshold_tokens:
-        near = _soonest(request, view, (view.local,), prefixes)
-        if near is not None:
-            return _Decided(near, _SHORT)
-        return _other_than_wanted(
-            request, _far(request, view, plan, remotes, prefixes, uncached), _SHORT
-        )
-    far, credits = _far(request, view, plan, remotes, prefixes, uncached)
-    if far is None:
-        near = _soonest(request, view, (view.local,), prefixes)
-        return _other_than_wanted(request, (near, ()), _LONG)
-    if uncached <= plan.threshold_tokens * state.threshold_factor:
-        near = _soonest(request, view, (view.local,), prefixes)
-        if near is not None:
-            near_s = forecast(request, near, view, state).ttft_s
-            if near_s <= forecast(request, far, view, state).ttft_s:
-                return _Decided(near, _KEPT)
-            return _Decided(far, _NOT_KEPT, credits)
-    return _Decided(far, _LONG, credits)
-
-
-def _far(
-    request: Request,
-    view: View,
-    plan: Plan,
-    remotes: Sequence[ClusterView],
-    prefixes: dict[ClusterId, PrefixSource | None],
-    uncached: int,
-) -> tuple[Option | None, tuple[tuple[ClusterId, float], ...]]:
-    """The PrfaaS option: the cluster whose turn it is by the plan's shares. Where the plan does not
-    decide, the one whose prefill ends first."""
-    options = [
+    near = best_option(request, view.local, view, prefixes.get(view.local.cluster))
+    if uncached <= plan.threshold_tokens and near is not None:
+        return _Decided(near, _SHORT)
+    far = [
         found
         for remote in remotes
         if (found := best_option(request, remote, view, prefixes.get(remote.cluster))) is not None
     ]
+    if not far:
+        if near is None:
+            return _Decided(None, "no node prefills")
+        return _Decided(near, local_only_reason(request) or _LONG + _NOT_THERE)
+    turn, credits = _whose_turn(far, uncached, view, plan)
+    if uncached <= plan.threshold_tokens:
+        return _Decided(turn, _SHORT + _NOT_THERE, credits)
+    if near is not None and uncached <= plan.threshold_tokens * state.threshold_factor:
+        near_s = forecast(request, near, view, state).ttft_s
+        if all(near_s <= forecast(request, option, view, state).ttft_s for option in far):
+            return _Decided(near, _KEPT)
+        return _Decided(turn, _NOT_KEPT, credits)
+    return _Decided(turn, _LONG, credits)
+
+
+def _whose_turn(
+    options: Sequence[Option], uncached: int, view: View, plan: Plan
+) -> tuple[Option, Credits]:
+    """The PrfaaS cluster whose turn it is by the plan's shares. Where the plan does not decide, the
+    one whose prefill ends first."""
     if len(options) > 1:
         turn = choose_by_share(options, uncached, view, plan)
         if turn is not None:
             return turn.option, turn.credits
-    return min(options, key=lambda option: option.end_s, default=None), ()
-
-
-def _other_than_wanted(
-    request: Request,
-    found: tuple[Option | None, tuple[tuple[ClusterId, float], ...]],
-    wanted: str,
-) -> _Decided:
-    """Locality is a preference and never a reason to refuse: where no wanted cluster can prefill,
-    the request takes an option of the others."""
-    option, credits = found
-    if option is None:
-        return _Decided(None, "no node prefills")
-    reason = local_only_reason(request) or f"{wanted}, but no node there can take it"
-    return _Decided(option, reason, credits)
+    return min(options, key=lambda option: option.end_s), ()
 
 
 def _count_prefixes(
@@ -200,20 +179,6 @@ def _longer(one: PrefixSource | None, other: PrefixSource | None) -> PrefixSourc
     if one is None or other is None:
         return one or other
     return other if other.tokens > one.tokens else one
-
-
-def _soonest(
-    request: Request,
-    view: View,
-    clusters: Sequence[ClusterView],
-    prefixes: dict[ClusterId, PrefixSource | None],
-) -> Option | None:
-    best: Option | None = None
-    for cluster in clusters:
-        found = best_option(request, cluster, view, prefixes.get(cluster.cluster))
-        if found is not None and (best is None or found.end_s < best.end_s):
-            best = found
-    return best
 
 
 def _first(
@@ -290,7 +255,9 @@ def _factor(
         return 1.0, "only one side can prefill, so there is nothing to shift"
     excess_s = min(waits) - local_s
     raised = min(state.threshold_factor * rules.step, rules.limit)
-    if surging:
+    # While one of several links is clear, the shares still send most requests as planned. A link
+    # that the plan uses completely is never clear for long, and is no surge.
+    if surging and len(surging) == len(view.remotes):
         health = links[surging[0], to].health
         return raised, f"the link {surging[0]} -> {to} is {health.described}"
     if excess_s > rules.surge_wait_s:

@@ -9,7 +9,7 @@ credit: when it returns, it has nothing to catch up.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from prfaas.scheduler.options import Option
 from prfaas.scheduler.plan import Plan
@@ -22,11 +22,15 @@ from prfaas.types import ClusterId
 _MOST_AHEAD = 16
 
 
+# Changes of credit, by PrfaaS cluster.
+Credits: TypeAlias = tuple[tuple[ClusterId, float], ...]
+
+
 class Turn(NamedTuple):
     """The option whose turn it is, and how the choice changes the credits."""
 
     option: Option
-    credits: tuple[tuple[ClusterId, float], ...]
+    credits: Credits
 
 
 def choose_by_share(

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from prfaas.config.deployment import SchedulerSection
+from prfaas.scheduler.board import Board
+from prfaas.scheduler.homes.elsewhere import Home, route_from
+from prfaas.scheduler.request import Request, Route
+from prfaas.scheduler.waiting import Hold
+from tests.scheduler.homes.networks import EAST, NODES, PLANS, ROUND_TRIPS, WEST, board, routed
+
+REQUEST = Request(1, 500)
+BOTH = pytest.mark.parametrize("policy", ["paper", "adaptive"])
+
+
+def take(seen: Board, policy: str, *, allowed: bool = True, linked: bool = True) -> Route | Hold:
+    rules = SchedulerSection(policy=policy, decode_elsewhere=allowed)  # type: ignore[arg-type]
+
+    def others() -> Iterable[Home]:
+        return [routed(seen, WEST, rules)] if linked else []
+
+    return route_from(REQUEST, routed(seen, EAST, rules), others)
+
+
+def lose(seen: Board, role: str) -> None:
+    for node in NODES[EAST]:
+        if PLANS[EAST].roles[node] == role:
+            seen.assign(node, PLANS[EAST].roles[node], usable=False)
+
+
+def decodes_at_east() -> list[Route]:
+    return [
+        Route(EAST, node, EAST, node, False, 0, 0, 0, 0.0, (), "test")
+        for node, role in PLANS[EAST].roles.items()
+        if role == "decode"
+    ]
+
+
+@BOTH
+def test_a_request_stays_at_its_home(policy: str) -> None:
+    found = take(board(), policy)
+    assert isinstance(found, Route)
+    assert (found.decode_cluster, found.round_trip_s) == (EAST, 0.0)
+
+
+@BOTH
+def test_without_a_decode_node_at_home_it_decodes_elsewhere(policy: str) -> None:
+    seen = board()
+    lose(seen, "decode")
+    found = take(seen, policy)
+    assert isinstance(found, Route)
+    assert found.decode_cluster == WEST and found.decode in NODES[WEST]
+    assert found.round_trip_s == ROUND_TRIPS[EAST, WEST]
+    assert "its home cannot serve it" in found.reason
+
+
+@BOTH
+def test_it_waits_where_that_is_forbidden_or_no_link_is_known(policy: str) -> None:
+    seen = board()
+    lose(seen, "decode")
+    for found in (take(seen, policy, allowed=False), take(seen, policy, linked=False)):
+        assert isinstance(found, Hold) and found.cluster is None
+
+
+@BOTH
+def test_taken_slots_at_home_send_it_elsewhere_until_one_is_free(policy: str) -> None:
+    seen, taken = board(), decodes_at_east()
+    for way in taken:
+        for _ in range(4):  # slots of a node
+            seen.record_dispatch(way, 0.0, -1.0)
+            seen.record_handoff(way)
+    found = take(seen, policy)
+    assert isinstance(found, Route) and found.decode_cluster == WEST
+    seen.record_end(taken[0], 0.0)
+    found = take(seen, policy)
+    assert isinstance(found, Route) and found.decode_cluster == EAST
+
+
+@BOTH
+def test_a_longer_prefill_queue_at_home_is_no_reason(policy: str) -> None:
+    seen = board()
+    for node, role in PLANS[EAST].roles.items():
+        if role == "prefill":
+            way = Route(EAST, node, EAST, decodes_at_east()[0].decode, False, 0, 0, 0, 30.0, (), "")
+            seen.record_dispatch(way, 0.0, 0.0)
+            seen.record_handoff(way)
+            seen.record_end(way, 0.0)
+    found = take(seen, policy)
+    assert isinstance(found, Hold) or found.decode_cluster == EAST
