@@ -6,9 +6,9 @@
 Plans configs/four_by_three.toml for every second hour of a day whose traffic moves from region to
 region, for other bandwidths and without single sites and links; simulates the day and three losses;
 and compares with every PD cluster alone for the same money. Replaces the blocks of scale.md and its
-figures, and prints every figure as JSON. With --report it writes the page again from what an
-earlier run printed. With --quick the deployment and the runs are much smaller, and the page is
-written only if --docs is given.
+figures, and prints every figure as JSON. With --report the figures are kept in a file, so that an
+interrupted study continues. With --quick the deployment and the runs are much smaller, and the page
+is written only if --docs is given.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -26,9 +26,10 @@ import numpy as np
 import numpy.typing as npt
 
 from _page_blocks import fill
+from _scale_page import page_blocks
 from prfaas.config import load_deployment
 from prfaas.config.deployment import ReplanSection, SchedulerSection
-from prfaas.display.console import print_json, progress_bar, rounded
+from prfaas.display.console import print_json, progress_bar, rounded, with_progress
 from prfaas.planner.network.problem import NetworkProblem
 from prfaas.planner.network.solve import NetworkPlanner
 from prfaas.sim.arrivals import poisson_at_homes
@@ -48,6 +49,7 @@ from prfaas.studies.regional_day import (
     without_link,
     without_prfaas,
 )
+from prfaas.studies.simulation_cases import round_trips
 from prfaas.types import ClusterId
 
 ROOT = Path(__file__).parents[1]
@@ -90,7 +92,7 @@ class Scale(NamedTuple):
 
 
 FULL = Scale(
-    1.0, tuple(range(0, HOURS, 2)), tuple(2.0**n for n in range(-6, 3)), (96, 192), (60, 150, 210)
+    1.0, tuple(range(0, HOURS, 2)), tuple(2.0**n for n in range(-6, 3)), (192, 384), (60, 90, 120)
 )
 QUICK = Scale(40.0, (6, 18), (0.125, 1.0), (480, 960), (20, 20, 40))
 
@@ -104,6 +106,13 @@ class Case(NamedTuple):
     peaks_rps: float  # the sum of the peaks
     speed: float | None = None  # of a day; None: a loss, at the busiest hour
     fault: str | None = None
+
+
+class Step(NamedTuple):
+    """A part of the report: its keys, from the outer one to the inner one, and what makes it."""
+
+    keys: tuple[str, ...]
+    make: Callable[[], Any]
 
 
 class Setting:
@@ -121,16 +130,6 @@ class Setting:
     def alone(self) -> tuple[float, NetworkProblem]:
         return alone_for_the_same_money(self.planner, self.network)
 
-    @property
-    def round_trips(self) -> dict[tuple[ClusterId, ClusterId], float]:
-        """Between PD clusters: in a loss, requests decode elsewhere."""
-        pds = {home.cluster for home in self.network.homes}
-        return {
-            (ClusterId(link.source), ClusterId(link.target)): link.rtt_ms / 1e3
-            for link in self.deployment.links
-            if link.source != link.target and {link.source, link.target} <= pds
-        }
-
     def largest(self, network: NetworkProblem, trough: float = TROUGH) -> float:
         hours = self.scale.hours if trough < 1 else self.scale.hours[:1]
         day = RegionalDay(UTC_OFFSETS_H, trough, BUSIEST_HOUR)
@@ -141,105 +140,109 @@ class Setting:
 # Plans
 
 
-def plan_steps(setting: Setting, report: Report) -> Iterator[Callable[[], None]]:
-    """The planned part of the study, in steps that each take some seconds."""
-    network, day, planner = setting.network, setting.day, setting.planner
-
-    def capacity() -> None:
-        rate, hour = largest_day(planner, network, day, setting.scale.hours)
-        alone, _ = setting.alone
-        shape = np.array([day.demand(network, m / 60).sum() for m in range(HOURS * 60)])
-        steady = setting.largest(network, trough=1.0)
-        usd = hourly_usd(network)
-        total = sum(r.path.bps for home in network.homes for r in home.problem.remotes) / 1e9
-        # All regions have the same curve, so each is above its own capacity equally long.
-        curve = TROUGH + (1 - TROUGH) * (1 + np.cos(np.linspace(0, 2 * math.pi, 1441)[:-1])) / 2
-        offered = curve * LOAD * rate / alone
-        report["capacity"] = {
-            "prfaas_peaks_rps": rate,
-            "prfaas_busiest_rps": rate * float(shape.max()),
-            "limiting_hour_utc": hour,
-            "alone_peaks_rps": alone,
-            "alone_busiest_rps": alone * float(shape.max()),
-            "moved_peaks_rps": alone / float(shape.max()),
-            "steady_peaks_rps": steady,
-            "gain": rate / alone,
-            "gain_over_moved": rate / alone * float(shape.max()),
-            "steady_gain": steady / alone,
-            "usd_per_hour": usd,
-            "total_gbps": total,
-            "break_even_usd_per_gbps_hour": (rate / alone - 1) * usd / total,
-            "alone_overloaded_hours": float((offered > 1).mean()) * HOURS,
-            "alone_excess_requests": float(np.maximum(offered - 1, 0).sum() / offered.sum()),
-            "busiest_over_sum_of_peaks": float(shape.max()),
-        }
-
-    def trough_of(trough: float) -> Callable[[], None]:
-        def step() -> None:
-            rate = setting.largest(network, trough)
-            busiest = RegionalDay(UTC_OFFSETS_H, trough, BUSIEST_HOUR).demand
-            largest = max(float(busiest(network, hour).sum()) for hour in range(HOURS))
-            gain = rate / setting.alone[0]
-            found = {"peaks_rps": rate, "gain": gain, "gain_over_moved": gain * largest}
-            report["troughs"][str(trough)] = found
-
-        return step
-
-    def bandwidth_of(factor: float) -> Callable[[], None]:
-        def step() -> None:
-            faster = with_bandwidth(network, factor)
-            alone = setting.alone[0]
-            report["bandwidth"][str(factor)] = {
-                "gbps": factor * report["capacity"]["total_gbps"],
-                "gain": setting.largest(faster) / alone,
-                "steady_gain": setting.largest(faster, 1.0) / alone,
-            }
-
-        return step
-
-    def needs(trough: float) -> Callable[[], None]:
-        def step() -> None:
-            most = setting.largest(with_bandwidth(network, UNLIMITED), trough)
-            alone = setting.alone[0]
-            total = report["capacity"]["total_gbps"]
-
-            def smallest(rate: float) -> float:
-                """The bandwidth in Gbit/s from which this rate is reached, to 2%."""
-                low, high = 2.0**-8, 4.0
-                while high / low > 1.02:
-                    middle = math.sqrt(low * high)
-                    reached = setting.largest(with_bandwidth(network, middle), trough) >= rate
-                    low, high = (low, middle) if reached else (middle, high)
-                return high * total
-
-            report["needs"]["steady" if trough == 1 else "day"] = {
-                "unlimited_gain": most / alone,
-                "suffices_gbps": smallest(SUFFICES * most),
-                "half_of_the_gain_gbps": smallest(alone + (most - alone) / 2),
-                "even_gbps": smallest(alone),
-            }
-
-        return step
-
-    def without(name: str, changed: NetworkProblem) -> Callable[[], None]:
-        def step() -> None:
-            rate = setting.largest(changed)
-            report["without"][name] = rate / report["capacity"]["prfaas_peaks_rps"]
-
-        return step
-
-    report |= {"troughs": {}, "bandwidth": {}, "needs": {}, "without": {}}
-    yield capacity
+def plan_steps(setting: Setting, report: Report) -> Iterator[Step]:
+    """The planned part of the study, in steps that each take some seconds. The first one is needed
+    by all others."""
+    network = setting.network
+    yield Step(("capacity",), partial(capacity, setting))
     for trough in OTHER_TROUGHS:
-        yield trough_of(trough)
+        yield Step(("troughs", str(trough)), partial(trough_gain, setting, trough))
     for factor in setting.scale.factors:
-        yield bandwidth_of(factor)
-    for trough in (1.0, TROUGH):
-        yield needs(trough)
+        found = partial(bandwidth_gain, setting, report, factor)
+        yield Step(("bandwidth", str(factor)), found)
+    for name, trough in (("day", TROUGH), ("steady", 1.0)):
+        yield Step(("needs", name, "unlimited_gain"), partial(unlimited_gain, setting, trough))
+        for key, part in (
+            ("suffices_gbps", lambda most: SUFFICES * most),
+            ("half_of_the_gain_gbps", lambda most: (1 + most) / 2),
+            ("even_gbps", lambda most: 1.0),
+        ):
+            yield Step(
+                ("needs", name, key), partial(need_gbps, setting, report, trough, name, part)
+            )
     for name in network.prfaas_pools:
-        yield without(name, without_prfaas(network, name))
+        rest = without_prfaas(network, name)
+        yield Step(("without", name), partial(share_left, setting, report, rest))
     for source, target in links_of(network):
-        yield without(f"{source} {target}", without_link(network, source, target))
+        rest = without_link(network, source, target)
+        yield Step(("without", f"{source} {target}"), partial(share_left, setting, report, rest))
+
+
+def capacity(setting: Setting) -> Report:
+    network, day = setting.network, setting.day
+    rate, hour = largest_day(setting.planner, network, day, setting.scale.hours)
+    alone, _ = setting.alone
+    shape = np.array([day.demand(network, minute / 60).sum() for minute in range(HOURS * 60)])
+    busiest = float(shape.max())
+    steady = setting.largest(network, trough=1.0)
+    usd = hourly_usd(network)
+    total = sum(r.path.bps for home in network.homes for r in home.problem.remotes) / 1e9
+    # All regions have the same curve, so each is above its own capacity equally long.
+    angles = np.linspace(0, 2 * math.pi, HOURS * 60, endpoint=False)
+    offered = (TROUGH + (1 - TROUGH) * (1 + np.cos(angles)) / 2) * LOAD * rate / alone
+    return {
+        "prfaas_peaks_rps": rate,
+        "prfaas_busiest_rps": rate * busiest,
+        "limiting_hour_utc": hour,
+        "alone_peaks_rps": alone,
+        "alone_busiest_rps": alone * busiest,
+        "moved_peaks_rps": alone / busiest,
+        "steady_peaks_rps": steady,
+        "gain": rate / alone,
+        "gain_over_moved": rate / alone * busiest,
+        "steady_gain": steady / alone,
+        "usd_per_hour": usd,
+        "total_gbps": total,
+        "break_even_usd_per_gbps_hour": (rate / alone - 1) * usd / total,
+        "alone_overloaded_hours": float((offered > 1).mean()) * HOURS,
+        "alone_excess_requests": float(np.maximum(offered - 1, 0).sum() / offered.sum()),
+        "busiest_over_sum_of_peaks": busiest,
+    }
+
+
+def trough_gain(setting: Setting, trough: float) -> Report:
+    rate = setting.largest(setting.network, trough)
+    day = RegionalDay(UTC_OFFSETS_H, trough, BUSIEST_HOUR)
+    busiest = max(float(day.demand(setting.network, hour).sum()) for hour in range(HOURS))
+    gain = rate / setting.alone[0]
+    return {"peaks_rps": rate, "gain": gain, "gain_over_moved": gain * busiest}
+
+
+def bandwidth_gain(setting: Setting, report: Report, factor: float) -> Report:
+    other = with_bandwidth(setting.network, factor)
+    alone = setting.alone[0]
+    return {
+        "gbps": factor * report["capacity"]["total_gbps"],
+        "gain": setting.largest(other) / alone,
+        "steady_gain": setting.largest(other, 1.0) / alone,
+    }
+
+
+def unlimited_gain(setting: Setting, trough: float) -> float:
+    most = setting.largest(with_bandwidth(setting.network, UNLIMITED), trough)
+    return most / setting.alone[0]
+
+
+def need_gbps(
+    setting: Setting,
+    report: Report,
+    trough: float,
+    name: str,
+    part: Callable[[float], float],
+) -> float:
+    """The total bandwidth from which `part` of the gain with unlimited bandwidth is reached, to
+    2%, with the bandwidths of the links in the proportions of the file."""
+    gain = part(report["needs"][name]["unlimited_gain"])
+    low, high = 2.0**-8, 4.0
+    while high / low > 1.02:
+        middle = math.sqrt(low * high)
+        found = setting.largest(with_bandwidth(setting.network, middle), trough)
+        low, high = (low, middle) if found >= gain * setting.alone[0] else (middle, high)
+    return high * float(report["capacity"]["total_gbps"])
+
+
+def share_left(setting: Setting, report: Report, rest: NetworkProblem) -> float:
+    return setting.largest(rest) / float(report["capacity"]["prfaas_peaks_rps"])
 
 
 def links_of(network: NetworkProblem) -> list[tuple[str, str]]:
@@ -290,7 +293,7 @@ def _run_day(
         scheduler=SchedulerSection(policy=rules.policy, replan=replan),
         replans=True,
         role_switch_s=SimConfig().role_switch_s / speed,
-        round_trips=setting.round_trips if case.system == "prfaas" else {},
+        round_trips=round_trips(setting.deployment) if case.system == "prfaas" else {},
     )
     result = simulate(setting.day.at(network, 0.0), arrivals, config)
     rows = result.requests
@@ -334,7 +337,7 @@ def _run_loss(
         scheduler=rules,
         replans=True,
         faults=(faults[case.fault],),
-        round_trips=setting.round_trips,
+        round_trips=round_trips(setting.deployment),
     )
     result = simulate(busy, arrivals, config)
     rows = result.requests
@@ -426,242 +429,71 @@ def _role_changes(result: Result, names: Sequence[str]) -> int:
     return total
 
 
-def run_cases(cases: Sequence[Case], jobs: int, done: Callable[[], None]) -> dict[str, Report]:
+def run_steps(steps: Sequence[Step], report: Report, save: Callable[[], None], what: str) -> None:
+    """Adds the parts that the report does not have yet."""
+    for step in with_progress([step for step in steps if not has(report, step)], what):
+        add(report, step, step.make())
+        save()
+
+
+def run_cases(cases: Sequence[Case], jobs: int, report: Report, save: Callable[[], None]) -> None:
+    steps = {case: Step(("simulated", case.name), partial(run_case, case)) for case in cases}
     if jobs == 1:
-        found = {}
-        for case in cases:
-            found[case.name] = run_case(case)
-            done()
-        return found
+        run_steps(list(steps.values()), report, save, "simulations")
+        return
+    missing = [case for case, step in steps.items() if not has(report, step)]
     with ProcessPoolExecutor(jobs) as pool:
-        waiting = {pool.submit(run_case, case): case.name for case in cases}
-        found = {}
-        for future in as_completed(waiting):
-            found[waiting[future]] = future.result()
-            done()
-    return {case.name: found[case.name] for case in cases}
+        waiting = {pool.submit(run_case, case): case for case in missing}
+        with progress_bar("simulations", len(missing)) as show:
+            for count, future in enumerate(as_completed(waiting), start=1):
+                add(report, steps[waiting[future]], future.result())
+                save()
+                show(count)
+
+
+def has(report: Report, step: Step) -> bool:
+    found: Any = report
+    for key in step.keys:
+        if key not in found:
+            return False
+        found = found[key]
+    return True
+
+
+def add(report: Report, step: Step, part: Any) -> None:
+    place = report
+    for key in step.keys[:-1]:
+        place = place.setdefault(key, {})
+    place[step.keys[-1]] = rounded({"part": part}, 4)["part"]
 
 
 # --------------------------------------------------------------------------------------------------
 # The page
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = [head, ["---"] * len(head), *rows]
-    return ["| " + " | ".join(cells) + " |" for cells in lines]
-
-
-def seconds(value: float | None) -> str:
-    return "none" if value is None else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
-
-
-def page_blocks(setting: Setting, report: Report) -> dict[str, list[str]]:
+def assumptions(setting: Setting) -> Report:
+    """What the page says about the runs beside their results."""
     return {
-        "deployment": deployment_block(setting, report),
-        "answer": answer_block(report),
-        "capacity": capacity_block(report),
-        "troughs": troughs_block(report),
-        "bandwidth": bandwidth_block(report),
-        "links": links_block(setting, report),
-        "day": day_block(report),
-        "speed": speed_block(report),
-        "losses": losses_block(setting, report),
-    }
-
-
-def deployment_block(setting: Setting, report: Report) -> list[str]:
-    network = setting.network
-    rows = []
-    for home in network.homes:
-        pool = home.problem.local.pool
-        offset = UTC_OFFSETS_H[home.cluster]
-        rows.append(
-            [home.cluster, "PD", f"{pool.gpus:,}", pool.accelerator, f"{home.share:.0%}"]
-            + [f"UTC{offset:+d}"]
-        )
-    for pool in network.prfaas_pools.values():
-        rows.append([pool.cluster, "PrfaaS", f"{pool.gpus:,}", pool.accelerator, "", ""])
-    gpus = sum(pool.gpus for pool in network.pools)
-    usd, gbps = report["capacity"]["usd_per_hour"], report["capacity"]["total_gbps"]
-    return [
-        *table(["site", "kind", "GPUs", "type", "share of the peaks", "local time"], rows),
-        "",
-        f"Together {gpus:,} GPUs for {usd:,.0f} USD an hour at the catalog's prices, and "
-        f"{len(links_of(network))} links of together {gbps:,.0f} Gbit/s from PrfaaS to PD clusters.",
-    ]
-
-
-def answer_block(report: Report) -> list[str]:
-    at, needs = report["capacity"], report["needs"]["day"]
-    cases = report["simulated"]
-    lost = [cases[f"lost {name}"] for name in ("prfaas", "pd", "link")]
-    broken = ", ".join(f"{case['broken_streams']:,}" for case in lost)
-    unserved = sum(case["unserved"] for case in lost)
-    return [
-        f"- The deployment serves **{at['gain']:.2f} times** the traffic of PD clusters alone for the "
-        f"same money. With traffic that does not change over the day it would be "
-        f"{at['steady_gain']:.2f}: the rest is prefill capacity that follows the sun.",
-        f"- About **{needs['suffices_gbps']:,.0f} Gbit/s** between the sites give {SUFFICES:.0%} of what "
-        f"unlimited bandwidth gives, {needs['suffices_gbps'] / at['total_gbps']:.0%} of the links of the "
-        f"file; more does not help. Half of the gain needs {needs['half_of_the_gain_gbps']:,.0f} Gbit/s, and below "
-        f"{needs['even_gbps']:,.0f} Gbit/s PD clusters alone are better.",
-        f"- The loss of a PrfaaS site, of a PD site and of a link at the busiest hour, at {LOAD:.0%} load, "
-        f"leave {unserved:,} requests without an answer; they break {broken} streams that had begun.",
-    ]
-
-
-def capacity_block(report: Report) -> list[str]:
-    at = report["capacity"]
-    rows = [
-        ["PrfaaS, this deployment", f"{at['prfaas_peaks_rps']:.1f}"]
-        + [f"{at['prfaas_busiest_rps']:.1f}", f"{at['gain']:.2f}"],
-        ["every PD cluster alone, the same money", f"{at['alone_peaks_rps']:.1f}"]
-        + [f"{at['alone_busiest_rps']:.1f}", "1.00"],
-        ["the same, if whole requests could move freely", f"{at['moved_peaks_rps']:.1f}"]
-        + [f"{at['alone_peaks_rps']:.1f}", f"{at['gain'] / at['gain_over_moved']:.2f}"],
-    ]
-    head = ["system", "sum of the peaks (requests/s)", "busiest hour (requests/s)", "traffic"]
-    return [
-        *table(head, rows),
-        "",
-        f"The hour that limits the deployment is {at['limiting_hour_utc']}:00 UTC. The busiest hour of all "
-        f"regions together has {at['busiest_over_sum_of_peaks']:.0%} of the sum of the peaks. At {LOAD:.0%} of the "
-        f"deployment's largest day, a region alone is above its capacity for {at['alone_overloaded_hours']:.1f} "
-        f"hours a day, with {at['alone_excess_requests']:.0%} of its requests in excess. Links are not in the money: the gain is worth "
-        f"{at['break_even_usd_per_gbps_hour']:.1f} USD an hour for each Gbit/s of the file.",
-    ]
-
-
-def troughs_block(report: Report) -> list[str]:
-    rows = [
-        [f"{float(trough):.0%}", f"{at['peaks_rps']:.1f}"]
-        + [f"{at['gain']:.2f}", f"{at['gain_over_moved']:.2f}"]
-        for trough, at in report["troughs"].items()
-    ]
-    head = ["quietest over busiest hour", "sum of the peaks (requests/s)"]
-    return table([*head, "gain: alone", "gain: alone, requests move freely"], rows)
-
-
-def bandwidth_block(report: Report) -> list[str]:
-    rows = [
-        [
-            f"{float(factor):g}",
-            f"{at['gbps']:,.0f}",
-            f"{at['gain']:.2f}",
-            f"{at['steady_gain']:.2f}",
-        ]
-        for factor, at in report["bandwidth"].items()
-    ]
-    lines = []
-    for name, traffic in (("day", "the traffic of the day"), ("steady", "steady traffic")):
-        need = report["needs"][name]
-        lines.append(
-            f"- With {traffic}: {need['suffices_gbps']:,.0f} Gbit/s give {SUFFICES:.0%} of the largest rate "
-            f"(gain {need['unlimited_gain']:.2f} with unlimited bandwidth), {need['half_of_the_gain_gbps']:,.0f} Gbit/s half of the "
-            f"gain, {need['even_gbps']:,.0f} Gbit/s none."
-        )
-    head = ["bandwidth: times the file's", "Gbit/s in total", "gain: day", "gain: steady traffic"]
-    return [*table(head, rows), "", *lines]
-
-
-def links_block(setting: Setting, report: Report) -> list[str]:
-    network = setting.network
-    carried = report["simulated"]["day"]["egress_gbps"]
-    rows = []
-    for home in network.homes:
-        for remote in home.problem.remotes:
-            name = f"{remote.pool.cluster} {home.cluster}"
-            gbps = remote.path.bps / 1e9
-            rows.append(
-                [f"{remote.pool.cluster} to {home.cluster}", f"{gbps:g}"]
-                + [
-                    f"{remote.path.rtt_s * 1e3:.0f}",
-                    f"{carried[name]:.0f} ({carried[name] / gbps:.0%})",
-                ]
-                + [f"{report['without'][name]:.1%}"]
-            )
-    head = ["link", "Gbit/s", "round trip (ms)", "busiest hour, simulated (Gbit/s)"]
-    sites = [f"{name}: {report['without'][name]:.1%}" for name in network.prfaas_pools]
-    return [
-        *table([*head, "largest day without it"], rows),
-        "",
-        f"The largest day without a PrfaaS site: {', '.join(sites)} of that of the whole deployment.",
-    ]
-
-
-def day_block(report: Report) -> list[str]:
-    mine, alone = report["simulated"]["day"], report["simulated"]["day alone"]
-    rows = []
-    for name, region in [*mine["regions"].items(), ("all", None)]:
-        one = mine["ttft_s"] if region is None else region
-        other = alone["ttft_s"] if region is None else alone["regions"][name]
-        rows.append(
-            [name, *(f"{one[q]:.2f}" for q in QUANTILES), *(f"{other[q]:.2f}" for q in QUANTILES)]
-        )
-    head = [
-        "region",
-        *(f"{q.upper()} (s)" for q in QUANTILES),
-        *(f"alone: {q.upper()} (s)" for q in QUANTILES),
-    ]
-    return [
-        *table(head, rows),
-        "",
-        f"{mine['requests']:,} requests with PrfaaS and {alone['requests']:,} alone, each at {LOAD:.0%} of the largest "
-        f"day that its system can serve. With PrfaaS, {mine['offloaded']:.0%} of the prefills are remote, "
-        f"{mine['elsewhere']:.1%} of the requests decode in another region because their own was full for a moment, and nodes change "
-        f"their roles {mine['role_changes']:,} times. {mine['unserved'] + alone['unserved']:,} requests stay without an answer.",
-    ]
-
-
-QUANTILES = ("p50", "p90", "p99")
-
-
-def speed_block(report: Report) -> list[str]:
-    rows = []
-    for case in ("day", "day check"):
-        at = report["simulated"][case]
-        rows.append(
-            [
-                f"{at['speed']:g}",
-                f"{at['requests']:,}",
-                *(f"{at['ttft_s'][q]:.2f}" for q in QUANTILES),
+        "utc_offsets_h": UTC_OFFSETS_H,
+        "trough": TROUGH,
+        "busiest_hour": BUSIEST_HOUR,
+        "load": LOAD,
+        "suffices": SUFFICES,
+        "loss_s": list(setting.scale.loss_s),
+        "loss_hour_utc": setting.day.busiest(setting.network),
+        "demand": {
+            home.cluster: [
+                round(float(setting.day.demand(setting.network, hour)[number]), 4)
+                for hour in range(HOURS + 1)
             ]
-            + [f"{at['offloaded']:.1%}", f"{at['elsewhere']:.1%}"]
-        )
-    head = ["speed", "requests", *(f"{q.upper()} (s)" for q in QUANTILES), "remote prefills"]
-    return table([*head, "decoded elsewhere"], rows)
-
-
-def losses_block(setting: Setting, report: Report) -> list[str]:
-    named = {
-        "lost prfaas": f"PrfaaS site {LOST_PRFAAS}",
-        "lost pd": f"PD site {LOST_PD}",
-        "lost link": f"link {LOST_LINK[0]} to {LOST_LINK[1]}",
-        "lost pd alone": f"PD site {LOST_PD}, PD clusters alone",
+            for number, home in enumerate(setting.network.homes)
+        },
+        "lost": {
+            "prfaas": f"PrfaaS site {LOST_PRFAAS}",
+            "pd": f"PD site {LOST_PD}",
+            "link": f"link {LOST_LINK[0]} to {LOST_LINK[1]}",
+        },
     }
-    rows = []
-    for case, name in named.items():
-        at = report["simulated"][case]
-        phases = [seconds(at["phases"][p]["p90"]) for p in ("before", "during", "after")]
-        steady = at["steady_after_s"]
-        rows.append(
-            [name, *phases, seconds(at["worst_p90_s"])]
-            + ["not in the run" if steady is None else f"{steady:.0f} s"]
-            + [f"{at['started_again']:,}", f"{at['broken_streams']:,}", f"{at['unserved']:,}"]
-            + [f"{at['elsewhere_during']:.0%}"]
-        )
-    head = ["lost", "P90 before (s)", "during", "after", "worst 10 s", "steady again after"]
-    before_s, during_s, after_s = setting.scale.loss_s
-    hour = setting.day.busiest(setting.network)
-    return [
-        *table(
-            [*head, "started again", "broken streams", "unserved", "decoded elsewhere during it"],
-            rows,
-        ),
-        "",
-        f"{before_s:.0f} s before the loss, {during_s:.0f} s of loss, {after_s:.0f} s after it, at "
-        f"{hour}:00 UTC, in real time.",
-    ]
 
 
 def write_page(docs: Path, setting: Setting, report: Report) -> None:
@@ -672,7 +504,7 @@ def write_page(docs: Path, setting: Setting, report: Report) -> None:
     plot_day(images / "scale-day.png", report)
     plot_losses(images / "scale-losses.png", report, BIN_S, setting.scale.loss_s[:2])
     page = docs / "scale.md"
-    text = fill(page.read_text(encoding="utf-8"), page_blocks(setting, report))
+    text = fill(page.read_text(encoding="utf-8"), page_blocks(setting.network, report))
     page.write_text(text, encoding="utf-8")
 
 
@@ -683,44 +515,31 @@ def write_page(docs: Path, setting: Setting, report: Report) -> None:
 )
 @click.option("--quick", is_flag=True, help="A small deployment and short runs, for tests.")
 @click.option(
-    "--report", "file", type=click.Path(path_type=Path), help="JSON that an earlier run printed."
+    "--report",
+    "file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File of the JSON. What it already has is not computed again.",
 )
 def main(docs: Path | None, jobs: int, quick: bool, file: Path | None) -> None:
     setting = Setting(QUICK if quick else FULL)
-    report = make_report(setting, jobs) if file is None else json.loads(file.read_bytes())
+    report: Report = {}
+    if file is not None and file.exists():
+        report = json.loads(file.read_bytes())
+
+    def save() -> None:
+        if file is not None:
+            file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+    report["assumptions"] = assumptions(setting)
+    run_steps(list(plan_steps(setting, report)), report, save, "plans")
+    rates = report["capacity"]
+    cases = make_cases(setting.scale, rates["prfaas_peaks_rps"], rates["alone_peaks_rps"])
+    run_cases(cases, jobs, report, save)
     if docs is None and not quick:
         docs = DOCS
     if docs is not None:
         write_page(docs, setting, report)
     print_json(report)
-
-
-def make_report(setting: Setting, jobs: int) -> Report:
-    report: Report = {}
-    steps = list(plan_steps(setting, report))
-    with progress_bar("plans", len(steps)) as show:
-        for count, step in enumerate(steps, start=1):
-            step()
-            show(count)
-    rates = report["capacity"]
-    cases = make_cases(setting.scale, rates["prfaas_peaks_rps"], rates["alone_peaks_rps"])
-    with progress_bar("simulations", len(cases)) as show:
-        finished = 0
-
-        def done() -> None:
-            nonlocal finished
-            finished += 1
-            show(finished)
-
-        report["simulated"] = run_cases(cases, jobs, done)
-    report["demand"] = {
-        home.cluster: [
-            float(setting.day.demand(setting.network, hour)[number]) for hour in range(HOURS + 1)
-        ]
-        for number, home in enumerate(setting.network.homes)
-    }
-    whole: Report = rounded(report, 4)
-    return whole
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def plot_day(path: Path, report: Report) -> Path:
     """Demand and P90 of the TTFT by region over the hours of the day."""
     make_folder(path.parent)
     figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(6.4, 5.2), sharex=True)
-    demand = {name: np.array(values) for name, values in report["demand"].items()}
+    demand = {name: np.array(values) for name, values in report["assumptions"]["demand"].items()}
     hours = np.arange(len(next(iter(demand.values()))))
     for (name, values), colour in zip(demand.items(), _COLOURS, strict=False):
         top.plot(hours, values * 100, color=colour, label=name)
