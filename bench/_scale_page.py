@@ -107,6 +107,7 @@ def traffic_block(report: Report) -> list[str]:
 def capacity_block(report: Report) -> list[str]:
     at, load = report["capacity"], report["assumptions"]["load"]
     moved = at["gain"] / at["gain_over_moved"]
+    full = "; ".join(f"{stage} ({', '.join(where)})" for stage, where in at["binding"].items())
     rows = [
         ("this deployment", at["prfaas_peaks_rps"], at["prfaas_busiest_rps"], at["gain"]),
         ("every PD cluster alone, same money", at["alone_peaks_rps"], at["alone_busiest_rps"], 1.0),
@@ -117,8 +118,9 @@ def capacity_block(report: Report) -> list[str]:
     return [
         *table(head, cells),
         "",
-        f"The hour that limits the deployment is {at['limiting_hour_utc']}:00 UTC. At {load:.0%} "
-        f"of its largest day, a region alone would be above its capacity for "
+        f"The hour that limits the deployment is {at['limiting_hour_utc']}:00 UTC. Then these are "
+        f"at their limits: {full}. At {load:.0%} of its "
+        "largest day, a region alone would be above its capacity for "
         f"{at['alone_overloaded_hours']:.1f} hours a day, with "
         f"{at['alone_excess_requests']:.0%} of its requests in excess. The price of links is not "
         f"known and not counted. The gain pays for them up to "

@@ -30,6 +30,7 @@ from _scale_page import page_blocks
 from prfaas.config import load_deployment
 from prfaas.config.deployment import ReplanSection, SchedulerSection
 from prfaas.display.console import print_json, progress_bar, rounded, with_progress
+from prfaas.planner.network.plan import Binding
 from prfaas.planner.network.problem import NetworkProblem
 from prfaas.planner.network.solve import NetworkPlanner
 from prfaas.sim.arrivals import poisson_at_homes
@@ -184,6 +185,7 @@ def capacity(setting: Setting) -> Report:
         "prfaas_peaks_rps": rate,
         "prfaas_busiest_rps": rate * busiest,
         "limiting_hour_utc": hour,
+        "binding": limits(setting.planner.solve(day.at(network, hour)).binding),
         "alone_peaks_rps": alone,
         "alone_busiest_rps": alone * busiest,
         "moved_peaks_rps": alone / busiest,
@@ -198,6 +200,15 @@ def capacity(setting: Setting) -> Report:
         "alone_excess_requests": float(np.maximum(offered - 1, 0).sum() / offered.sum()),
         "busiest_over_sum_of_peaks": busiest,
     }
+
+
+def limits(binding: Sequence[Binding]) -> Report:
+    """The names of what a plan uses completely, by kind."""
+    found: dict[str, list[str]] = {}
+    for one in binding:
+        name = one.cluster if one.target is None else f"{one.cluster} to {one.target}"
+        found.setdefault(one.stage, []).append(name)
+    return found
 
 
 def trough_gain(setting: Setting, trough: float) -> Report:
