@@ -339,6 +339,11 @@ def simulate_everything(
     return {
         "load": LOAD,
         "hour_s": hour_s,
+        "lost_from_until": {
+            f"PrfaaS site {LOST_PRFAAS}": LOSSES["prfaas"],
+            f"link {source} to {target}": LOSSES["link"],
+            f"PD site {LOST_PD}": LOSSES["pd"],
+        },
         "calm": simulated_day(network, arrivals, calm, hour_s),
         "losses": simulated_day(network, arrivals, replace(calm, faults=faults), hour_s),
         "alone": simulated_day(bought.network, arrivals, alone, hour_s),
