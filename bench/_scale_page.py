@@ -30,8 +30,8 @@ def _plan(planned: dict[str, Any]) -> str:
     return f"""# A study at scale
 
 {planned["gpus"]:,} GPUs in 4 PD and 3 PrfaaS datacenters, with the model, the accelerators and the
-lengths of the case study. Sizes, links and the shape of the day are an example. Every number on this
-page comes out of `prfaas bench scale_study`, which writes the page. Prefill and decode times are
+lengths of the case study. Sizes, links and the shape of the day are an example. Every number on
+this page comes out of `prfaas bench scale_study`, which writes it. Prefill and decode times are
 those of the case study's profiles; nothing on this page was measured on hardware of this size.
 
 ## The plan

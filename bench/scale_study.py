@@ -1,6 +1,5 @@
 """The study at scale: 10,000 GPUs in 4 PD and 3 PrfaaS datacenters. Writes docs/scale.md.
 
-\b
     prfaas bench scale_study [--docs docs] [--hour-s 60] [--size 1.0]
 
 The model, the accelerators and the lengths are those of the case study; sizes, links and the shape
