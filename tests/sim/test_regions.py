@@ -90,6 +90,16 @@ def test_requests_wait_for_a_lost_site_where_no_other_may_decode_them() -> None:
     assert (result.requests.decode_cluster == result.requests.home).all()
 
 
+def test_the_requests_of_a_lost_site_do_not_stand_before_those_of_another() -> None:
+    """Both sites are lost; only `west` returns, and nothing may decode elsewhere."""
+    lost = (ClusterFault(EAST, HALF_S / 2, 10 * END_S), ClusterFault(WEST, HALF_S, END_S))
+    result = simulate(NETWORK, ARRIVALS, config("paper", *lost, elsewhere=False))
+    rows = result.requests
+    west = rows.home == 1
+    assert served(result)
+    assert rows.first_token_s[west].max() < 3 * END_S
+
+
 @pytest.mark.slow
 @BOTH
 def test_a_site_that_is_lost_for_good_does_not_harm_the_others(policy: str) -> None:

@@ -57,7 +57,7 @@ class SimHomes:
     ) -> Route | Hold:
         view = board.view(now_s, cached, held, home)
         plan, state = self.plans[home], self._states[home]
-        if not self._round_trips[home]:
+        if len(self.names) == 1:
             return route(request, view, plan, state)
 
         def others() -> Iterator[Home]:

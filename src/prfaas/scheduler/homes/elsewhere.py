@@ -32,12 +32,17 @@ class Home(NamedTuple):
 
 def route_from(request: Request, home: Home, others: Callable[[], Iterable[Home]]) -> Route | Hold:
     """The route of a request that arrives at `home`, or its hold. `others` yields the PD clusters
-    that may decode it instead; it is called only where that is of use."""
+    that may decode it instead; it is called only where that is of use. A request that no PD cluster
+    can serve waits for its home, so that the requests of a lost site do not stand before those of
+    other sites."""
     found = route(request, home.view, home.plan, home.state)
     if isinstance(found, Hold):
-        if found.cluster is not None or not home.state.rules.decode_elsewhere:
+        if found.cluster is not None:
             return found
-        return _serve_elsewhere(request, others()) or found
+        waits = found._replace(cluster=home.view.local.cluster)
+        if not home.state.rules.decode_elsewhere:
+            return waits
+        return _serve_elsewhere(request, others()) or waits
     if not home.state.rules.decode_elsewhere or _has_decode_room(request, found, home.view):
         return found
     here_s = predict_ttft_s(request, Choice(found, home.view, False), home.state)
