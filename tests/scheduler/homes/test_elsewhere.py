@@ -9,7 +9,18 @@ from prfaas.scheduler.board import Board
 from prfaas.scheduler.homes.elsewhere import Home, route_from
 from prfaas.scheduler.request import Request, Route
 from prfaas.scheduler.waiting import Hold
-from tests.scheduler.homes.networks import EAST, NODES, PLANS, ROUND_TRIPS, WEST, board, routed
+from prfaas.types import NodeId
+from tests.scheduler.homes.networks import (
+    EAST,
+    NODES,
+    NORTH,
+    PLANS,
+    ROUND_TRIPS,
+    SOUTH,
+    WEST,
+    board,
+    routed,
+)
 
 REQUEST = Request(1, 500)
 BOTH = pytest.mark.parametrize("policy", ["paper", "adaptive"])
@@ -76,6 +87,32 @@ def test_taken_slots_at_home_send_it_elsewhere_until_one_is_free(policy: str) ->
     seen.record_end(taken[0], 0.0)
     found = take(seen, policy)
     assert isinstance(found, Route) and found.decode_cluster == EAST
+
+
+def test_idle_prefill_nodes_do_not_draw_it_where_decode_slots_are_taken() -> None:
+    """A lost home's requests rather wait for a prefill node where a decode slot is free."""
+    rules = SchedulerSection(policy="adaptive")
+    lost, full, free = board(), board(), board()
+    lose(lost, "decode")
+    for node, role in PLANS[WEST].roles.items():
+        if role == "decode":
+            decodes = Route(WEST, node, WEST, node, False, 0, 0, 0, 0.0, (), "test")
+            for _ in range(16):  # four per slot
+                full.record_dispatch(decodes, 0.0, -1.0)
+                full.record_handoff(decodes)
+    (decode, *_) = (node for node, role in PLANS[WEST].roles.items() if role == "decode")
+    sources = [(WEST, node) for node, role in PLANS[WEST].roles.items() if role == "prefill"]
+    sources += [(name, NodeId(f"{name}-{k}")) for name in (NORTH, SOUTH) for k in range(2)]
+    for cluster, node in sources:  # every prefill node is busy for a while
+        busy = Route(cluster, node, WEST, decode, cluster != WEST, 0, 0, 0, 30.0, (), "test")
+        free.record_dispatch(busy, 0.0, 0.0)
+        free.record_handoff(busy)
+        free.record_end(busy, 0.0)
+    idle, roomy = routed(full, WEST, rules), routed(free, WEST, rules)
+    home = routed(lost, EAST, rules)
+    assert isinstance(route_from(REQUEST, home, lambda: [idle]), Route)
+    for others in ([idle, roomy], [roomy, idle]):
+        assert isinstance(route_from(REQUEST, home, lambda given=others: given), Hold)
 
 
 @BOTH

@@ -54,24 +54,37 @@ def route_from(request: Request, home: Home, others: Callable[[], Iterable[Home]
 def _serve_elsewhere(
     request: Request, others: Iterable[Home], sooner_than_s: float = float("inf")
 ) -> Route | Hold | None:
-    """The earliest first token among the other PD clusters. A hold there, if each of them would
-    hold the request. None if none of them can serve it."""
+    """The earliest first token among the other PD clusters. A hold, if each of them would hold the
+    request, or if a decode slot is free earlier where it would be held: a PD cluster whose prefill
+    nodes are idle must not draw more requests than it can decode. None if none of them can serve
+    it."""
     best: Route | None = None
     held: Hold | None = None
     best_s = sooner_than_s
+    best_slot_s = held_slot_s = float("inf")
     for other in others:
         found = route(request, other.view, other.plan, other.state)
+        slot_s = _slot_wait_s(other.view)
         if isinstance(found, Hold):
-            if held is None and found.cluster is not None:
-                held = found
+            if found.cluster is not None and slot_s < held_slot_s:
+                held, held_slot_s = found, slot_s
             continue
         choice = Choice(found, other.view, False)
         ttft_s = predict_ttft_s(request, choice, other.state) + other.round_trip_s
         if ttft_s < best_s:
             reason = f"its home cannot serve it; at {other.view.local.cluster}: {found.reason}"
             best = found._replace(round_trip_s=other.round_trip_s, reason=reason)
-            best_s = ttft_s
-    return best or held
+            best_s, best_slot_s = ttft_s, slot_s
+    return held if best is None or held_slot_s < best_slot_s else best
+
+
+def _slot_wait_s(view: View) -> float:
+    """Seconds until a request has a decode slot there. Infinite without a decode node."""
+    ranks = view.local.ranks()
+    if not ranks.active.nodes:
+        return float("inf")
+    node = view.local.node(ranks.name(ranks.active.least()[1]))
+    return max(node.active + 1 - node.slots, 0) / node.slots * view.costs.mean_hold_s
 
 
 def _has_decode_room(request: Request, taken: Route, view: View) -> bool:
