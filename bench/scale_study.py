@@ -93,7 +93,7 @@ class Scale(NamedTuple):
 
 
 FULL = Scale(
-    1.0, tuple(range(0, HOURS, 2)), tuple(2.0**n for n in range(-6, 3)), (192, 384), (60, 90, 120)
+    1.0, tuple(range(0, HOURS, 2)), tuple(2.0**n for n in range(-6, 3)), (120, 240), (60, 120, 180)
 )
 QUICK = Scale(40.0, (6, 18), (0.125, 1.0), (480, 960), (20, 20, 40))
 
