@@ -2,8 +2,8 @@
 
     prfaas bench regions [--deployments 20] [--seed 0] [--seconds 3000]
 
-A deployment has 1 to 4 PD clusters and 1 to 4 PrfaaS clusters, at least two of one kind, with the
-case study's model and accelerators. Sizes, shares of traffic, lengths and links are drawn; links may be missing. Requests
+A deployment has 1 to 4 PD clusters and 1 to 4 PrfaaS clusters with the case study's model and
+accelerators. Sizes, shares of traffic, lengths and links are drawn; links may be missing. Requests
 arrive faster than they can be served, under `paper` and under `adaptive`, without replanning. The
 plan is for the lengths and shares of the requests that were drawn. The rate counts every request
 until the last first token, so the run must be long against the longest prefill, which takes up to a
@@ -40,9 +40,7 @@ MISSING = 0.25  # share of the links that do not exist
 def random_deployment(seed: int) -> Deployment:
     rng = np.random.default_rng(seed)
     raw = parse_toml(read_text(CASE_STUDY), CASE_STUDY)
-    pds = prfaas = 1
-    while pds == prfaas == 1:  # one of each is not a deployment of several clusters
-        pds, prfaas = int(rng.integers(1, 5)), int(rng.integers(1, 5))
+    pds, prfaas = int(rng.integers(1, 5)), int(rng.integers(1, 5))
     shares = rng.dirichlet(np.full(pds, 4.0)).round(4)
     shares[-1] = 1 - shares[:-1].sum()
     clusters: list[dict[str, Any]] = []
