@@ -98,4 +98,4 @@ def lines_per_request(nodes: int, policy: str, *, caches: bool) -> float:
 def test_a_request_costs_the_same_among_many_nodes(policy: str, caches: bool) -> None:
     few = lines_per_request(FEW, policy, caches=caches)
     many = lines_per_request(MANY, policy, caches=caches)
-    assert many < 1.25 * few, f"{few:.0f} lines among {FEW} nodes, {many:.0f} among {MANY}"
+    assert many < 1.5 * few, f"{few:.0f} lines among {FEW} nodes, {many:.0f} among {MANY}"

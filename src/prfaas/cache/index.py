@@ -57,7 +57,7 @@ class NodeInfo:
 class NodeMatch:
     tokens: int  # every group of the node can resume here
     attention_tokens: int  # what an index without states and windows would claim
-    pool_tokens: int | None = None  # see `scheduler.view.CachedPrefix`
+    pool_tokens: int | None = None  # see `scheduler.lookup.prefixes.CachedPrefix`
     remote_pool_tokens: int | None = None
 
 

@@ -257,7 +257,7 @@ def _may_prefill_remainder(kv_bytes: float, view: View) -> int:
         return 0
     slots = view.local.node(ranks.name(ranks.active.least()[1])).slots
     waited = ranks.next_remainder_s.at_most(view.now_s) | ranks.active.at_most(0)
-    return waited & ranks.active.at_most(slots - 1) & ranks.reserved_kv_bytes.at_most(-kv_bytes)
+    return waited & ranks.active.at_most(slots - 1) & ranks.minus_free_kv_bytes.at_most(-kv_bytes)
 
 
 def next_remainder_after(prefill_s: float, now_s: float, slowdown: float) -> float:
@@ -286,7 +286,7 @@ def choose_decode_node(request: Request, view: View, bps: float) -> tuple[NodeVi
     if not cached.groups:
         return least_loaded, 0
     # Of the nodes that hold the same and have memory, or have none, the least loaded is best.
-    roomy = ranks.reserved_kv_bytes.at_most(-request.prompt_tokens * costs.bytes_per_token)
+    roomy = ranks.minus_free_kv_bytes.at_most(-request.prompt_tokens * costs.bytes_per_token)
     slots = least_loaded.slots
     best_cost, best_number, best_held = float("inf"), -1, 0
     others = active.nodes

@@ -255,15 +255,19 @@ def _factor(
         return 1.0, "only one side can prefill, so there is nothing to shift"
     excess_s = min(waits) - local_s
     raised = min(state.threshold_factor * rules.step, rules.limit)
+    lowered = max(state.threshold_factor / rules.step, 1.0)
     # While one of several links is clear, the shares still send most requests as planned. A link
     # that the plan uses completely is never clear for long, and is no surge.
     if surging and len(surging) == len(view.remotes):
-        health = links[surging[0], to].health
-        return raised, f"the link {surging[0]} -> {to} is {health.described}"
+        # Where local nodes are as busy, more work there lasts longer than the surge of the link.
+        if local_s <= rules.surge_wait_s:
+            health = links[surging[0], to].health
+            return raised, f"the link {surging[0]} -> {to} is {health.described}"
+        if excess_s <= rules.surge_wait_s:
+            return lowered, f"local nodes are busy for {local_s:.1f} s themselves"
     if excess_s > rules.surge_wait_s:
         return raised, f"PrfaaS nodes are busy for {excess_s:.1f} s longer than local ones"
     if excess_s < rules.calm_wait_s:
-        lowered = max(state.threshold_factor / rules.step, 1.0)
         return lowered, "links are clear and PrfaaS queues are short"
     return state.threshold_factor, state.cause
 

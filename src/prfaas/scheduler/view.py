@@ -47,28 +47,36 @@ class NodeRanks:
         "_numbers",
         "active",
         "decode_free_at_s",
+        "minus_free_kv_bytes",
         "next_remainder_s",
         "numbers",
         "prefill_free_at_s",
-        "reserved_kv_bytes",
         "usable",
     )
 
     def __init__(self, nodes: Iterable[NodeView], numbers: Mapping[NodeId, int]) -> None:
         """`numbers` may lack nodes: these get numbers that no other node has."""
         self.numbers = numbers
-        self.usable = 0  # the set of usable nodes, of both roles
-        self.prefill_free_at_s = Ranking()  # of prefill nodes
-        # Of decode nodes:
-        self.active = Ranking()
-        self.reserved_kv_bytes = Ranking()  # negative: the free memory, the largest first
-        self.decode_free_at_s = Ranking()
-        self.next_remainder_s = Ranking()
-        self._numbers: dict[NodeId, int] = {}
-        self._names: dict[int, NodeId] = {}
         spare = count(max(numbers.values(), default=-1) + 1)
+        self._numbers: dict[NodeId, int] = {}
+        prefills: list[tuple[int, NodeView]] = []
+        decodes: list[tuple[int, NodeView]] = []
+        self.usable = 0  # the set of usable nodes, of both roles
         for node in nodes:
-            self._add(node, numbers.get(node.node), spare)
+            number = numbers.get(node.node)
+            if number is None:
+                number = next(spare)
+            self._numbers[node.node] = number
+            if node.usable:
+                self.usable |= 1 << number
+                (prefills if node.role == "prefill" else decodes).append((number, node))
+        self._names = {number: name for name, number in self._numbers.items()}
+        self.prefill_free_at_s = Ranking((node.free_at_s, n) for n, node in prefills)
+        # Of decode nodes. The node with most memory is the first by `minus_free_kv_bytes`.
+        self.active = Ranking((node.active, n) for n, node in decodes)
+        self.minus_free_kv_bytes = Ranking((-node.free_kv_bytes, n) for n, node in decodes)
+        self.decode_free_at_s = Ranking((node.free_at_s, n) for n, node in decodes)
+        self.next_remainder_s = Ranking((node.next_remainder_s, n) for n, node in decodes)
 
     def name(self, number: int) -> NodeId:
         return self._names[number]
@@ -88,18 +96,11 @@ class NodeRanks:
             if after.active != before.active:
                 self.active.put(number, after.active)
             if after.free_kv_bytes != before.free_kv_bytes:
-                self.reserved_kv_bytes.put(number, -after.free_kv_bytes)
+                self.minus_free_kv_bytes.put(number, -after.free_kv_bytes)
             if after.free_at_s != before.free_at_s:
                 self.decode_free_at_s.put(number, after.free_at_s)
             if after.next_remainder_s != before.next_remainder_s:
                 self.next_remainder_s.put(number, after.next_remainder_s)
-
-    def _add(self, node: NodeView, number: int | None, spare: Iterable[int]) -> None:
-        if number is None:
-            number = next(iter(spare))
-        self._numbers[node.node] = number
-        self._names[number] = node.node
-        self._rank(node, number)
 
     def _rank(self, node: NodeView, number: int) -> None:
         if not node.usable:
@@ -109,7 +110,7 @@ class NodeRanks:
             self.prefill_free_at_s.put(number, node.free_at_s)
         else:
             self.active.put(number, node.active)
-            self.reserved_kv_bytes.put(number, -node.free_kv_bytes)
+            self.minus_free_kv_bytes.put(number, -node.free_kv_bytes)
             self.decode_free_at_s.put(number, node.free_at_s)
             self.next_remainder_s.put(number, node.next_remainder_s)
 
@@ -118,7 +119,7 @@ class NodeRanks:
         for ranking in (
             self.prefill_free_at_s,
             self.active,
-            self.reserved_kv_bytes,
+            self.minus_free_kv_bytes,
             self.decode_free_at_s,
             self.next_remainder_s,
         ):

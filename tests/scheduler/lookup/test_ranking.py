@@ -25,12 +25,15 @@ def test_a_ranking_answers_like_a_sorted_list(
             known[number] = key
     ranking.check()
     ordered = sorted((key, number) for number, key in known.items())
+    made_at_once = Ranking(reversed(ordered))
+    made_at_once.check()
     assert len(ranking) == len(ordered)
     if ordered:
         assert ranking.least() == ordered[0]
     for nodes, key in questions:
         inside = [entry for entry in ordered if nodes >> entry[1] & 1]
         assert ranking.first(nodes) == (inside[0] if inside else None)
+        assert ranking.first(nodes) == made_at_once.first(nodes)
         for _ in range(2):  # the second answer is remembered
             assert ranking.at_most(key) == sum(1 << n for k, n in ordered if k <= key)
 

@@ -14,6 +14,7 @@ mean.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable
 from math import inf
 from typing import TypeAlias
 
@@ -31,12 +32,14 @@ def lowest(nodes: int) -> int:
 class Ranking:
     __slots__ = ("_at_most", "_blocks", "_keys", "_lasts", "_sets", "nodes")
 
-    def __init__(self) -> None:
-        self.nodes = 0  # the set of all ranked nodes
-        self._keys: dict[int, float] = {}
-        self._blocks: list[list[Ranked]] = []
-        self._lasts: list[Ranked] = []  # the last entry of each block
-        self._sets: list[int] = []  # the nodes of each block
+    def __init__(self, entries: Iterable[Ranked] = ()) -> None:
+        ordered = sorted(entries)
+        self._keys: dict[int, float] = {number: key for key, number in ordered}
+        size = MAX_BLOCK * 3 // 4  # with room for more
+        self._blocks = [ordered[at : at + size] for at in range(0, len(ordered), size)]
+        self._lasts = [block[-1] for block in self._blocks]
+        self._sets = [_set_of(block) for block in self._blocks]  # the nodes of each block
+        self.nodes = _set_of(ordered)  # the set of all ranked nodes
         self._at_most: tuple[float, int] | None = None  # the latest answer of `at_most`
 
     def __len__(self) -> int:
@@ -49,10 +52,16 @@ class Ranking:
         before = self._keys.get(number)
         if before == key:
             return
-        if before is not None:
-            self._take(before, number)
         self._at_most = None
         self._keys[number] = key
+        if before is not None:
+            if len(self._blocks) == 1:  # the same steps, without a search for the block
+                block = self._blocks[0]
+                del block[bisect_left(block, (before, number))]
+                insort(block, (key, number))
+                self._lasts[0] = block[-1]
+                return
+            self._take(before, number)
         bit = 1 << number
         self.nodes |= bit
         entry = (key, number)
