@@ -105,7 +105,8 @@ def traffic_block(report: Report) -> list[str]:
 
 
 def capacity_block(report: Report) -> list[str]:
-    at, load = report["capacity"], report["assumptions"]["load"]
+    at, given = report["capacity"], report["assumptions"]
+    load = given["load"]
     moved = at["gain"] / at["gain_over_moved"]
     full = "; ".join(f"{stage} ({', '.join(where)})" for stage, where in at["binding"].items())
     rows = [
@@ -118,7 +119,8 @@ def capacity_block(report: Report) -> list[str]:
     return [
         *table(head, cells),
         "",
-        f"The hour that limits the deployment is {at['limiting_hour_utc']}:00 UTC. Then these are "
+        f"Of {given['hours_planned']} hours planned, {at['limiting_hour_utc']}:00 UTC limits the "
+        "deployment. Then these are "
         f"at their limits: {full}. At {load:.0%} of its "
         "largest day, a region alone would be above its capacity for "
         f"{at['alone_overloaded_hours']:.1f} hours a day, with "
@@ -190,7 +192,8 @@ def day_block(report: Report) -> list[str]:
         f"{mine['requests']:,} requests with PrfaaS and {alone['requests']:,} alone. With PrfaaS, "
         f"{share(mine['offloaded'])} of the prefills are remote, {share(mine['elsewhere'])} of the "
         "requests decode in another region because their own had no free slot, and the nodes of "
-        f"PD clusters change their roles {mine['role_changes']:,} times. "
+        f"PD clusters change their roles {mine['role_changes']:,} times, in plans that are "
+        f"{report['assumptions']['replan_every_min']:.0f} minutes of the day apart. "
         f"{mine['unserved'] + alone['unserved']:,} requests have no first token.",
     ]
 
@@ -202,7 +205,8 @@ def speed_block(report: Report) -> list[str]:
         counts = [f"{at['speed']:g}", f"{at['requests']:,}"]
         rows.append([*counts, *quantiles(at["ttft_s"]), share(at["offloaded"])])
     head = ["speed", "requests", *(f"{q.upper()} (s)" for q in QUANTILES), "remote prefills"]
-    return table(head, rows)
+    hour_s = 3600 / report["simulated"]["day"]["speed"]
+    return [*table(head, rows), "", f"At the first speed, an hour passes in {hour_s:.1f} seconds."]
 
 
 def losses_block(report: Report) -> list[str]:
@@ -217,7 +221,7 @@ def losses_block(report: Report) -> list[str]:
         counts = [f"{at[key]:,}" for key in ("started_again", "broken_streams", "unserved")]
         elsewhere = share(at["elsewhere_during"])
         rows.append([name, *phases, seconds(at["worst_p90_s"]), again, *counts, elsewhere])
-    head = ["lost", "P90 before (s)", "P90 during (s)", "P90 after (s)", "worst P90 of 10 s (s)"]
+    head = ["lost", "P90 before (s)", "P90 during (s)", "P90 after (s)", "worst P90 (s)"]
     head += ["steady again after", "started again", "broken streams", "without first token"]
     before_s, during_s, after_s = given["loss_s"]
     return [
@@ -225,5 +229,8 @@ def losses_block(report: Report) -> list[str]:
         "",
         f"Each run has {before_s:.0f} s before the loss, {during_s:.0f} s of loss and "
         f"{after_s:.0f} s after it, at the traffic of {given['loss_hour_utc']}:00 UTC, "
-        f"{given['load']:.0%} of the largest day of the system.",
+        f"{given['load']:.0%} of the largest day of the system. *Steady again* is the time from "
+        f"the end of the loss until the P90 of every {given['bin_s']:.0f} s of arrivals in every "
+        f"region stays within {given['steady_within']:.0%} of the largest before the loss. The "
+        "worst P90 is that of such a period and region.",
     ]

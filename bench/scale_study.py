@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import cached_property, partial
 from pathlib import Path
@@ -80,6 +80,7 @@ BLOCK_REQUESTS, BLOCK_SPEED = ReplanSection().block_requests, 48
 LOST_PRFAAS, LOST_PD = "oregon", "frankfurt"
 LOST_LINK = ("oregon", "virginia")
 BIN_S = 10.0  # of the time series around a loss
+STEADY_WITHIN = 0.25  # of the P90 before a loss
 
 
 class Scale(NamedTuple):
@@ -361,34 +362,39 @@ def _run_loss(
     steps = range(math.ceil(whole_s / BIN_S))
     in_bin = (at / BIN_S).astype(int)
     names = [home.cluster for home in network.homes]
-    p90 = [_quantiles(rows.ttft_s[in_bin == step])["p90"] for step in steps]
+    p90_by_bin = {
+        name: [
+            _quantiles(rows.ttft_s[(in_bin == step) & (rows.home == number)])["p90"]
+            for step in steps
+        ]
+        for number, name in enumerate(names)
+    }
     return {
         **_totals(result),
         "phases": {name: _quantiles(rows.ttft_s[rows_in]) for name, rows_in in phases.items()},
         "elsewhere_during": float(_elsewhere(result)[phases["during"]].mean()),
-        "p90_by_bin": {
-            name: [
-                _quantiles(rows.ttft_s[(in_bin == step) & (rows.home == number)])["p90"]
-                for step in steps
-            ]
-            for number, name in enumerate(names)
-        },
-        "worst_p90_s": max(value for value in p90 if value is not None),
-        "steady_after_s": _steady_after(p90, before_s, end_s),
+        "p90_by_bin": p90_by_bin,
+        **recovery(p90_by_bin, before_s, end_s),
     }
 
 
-def _steady_after(p90: Sequence[float | None], before_s: float, end_s: float) -> float | None:
-    """Seconds from the end of the loss until the P90 of ten seconds of arrivals stays within 10% of
-    the largest before the loss. None: not in the run. The first quarter before the loss is left
-    out, because the deployment is empty at first."""
+def recovery(
+    p90_by_bin: Mapping[str, Sequence[float | None]], before_s: float, end_s: float
+) -> Report:
+    """`worst_p90_s`: the largest P90 of a bin and a region. `steady_after_s`: seconds from the end
+    of the loss until every P90 stays near the largest before the loss; None: not in the run. The
+    first quarter before the loss is left out, because the deployment is empty at first."""
+    bins = zip(*p90_by_bin.values(), strict=True)
+    # A region without a first token in a bin is not steady. The last bin may be incomplete.
+    p90 = [max(math.inf if value is None else value for value in values) for values in bins][:-1]
     first, lost = round(before_s / 4 / BIN_S), round(before_s / BIN_S)
-    limit = 1.1 * max(value for value in p90[first:lost] if value is not None)
-    above = [step for step, value in enumerate(p90) if value is None or value > limit]
-    last = max((step for step in above if step >= lost), default=lost - 1)
-    if last >= len(p90) - 2:  # the last bin may be half empty
-        return None
-    return max((last + 1) * BIN_S - end_s, 0.0)
+    limit = (1 + STEADY_WITHIN) * max(p90[first:lost])
+    last = max((k for k, value in enumerate(p90) if value > limit and k >= lost), default=lost - 1)
+    steady_s = max((last + 1) * BIN_S - end_s, 0.0)
+    return {
+        "worst_p90_s": max(value for value in p90 if math.isfinite(value)),
+        "steady_after_s": None if last >= len(p90) - 1 else steady_s,
+    }
 
 
 def _totals(result: Result) -> Report:
@@ -490,7 +496,11 @@ def assumptions(setting: Setting) -> Report:
         "busiest_hour": BUSIEST_HOUR,
         "load": LOAD,
         "suffices": SUFFICES,
+        "hours_planned": len(setting.scale.hours),
+        "replan_every_min": REPLAN_EVERY_S / 60,
         "loss_s": list(setting.scale.loss_s),
+        "bin_s": BIN_S,
+        "steady_within": STEADY_WITHIN,
         "loss_hour_utc": setting.day.busiest(setting.network),
         "demand": {
             home.cluster: [

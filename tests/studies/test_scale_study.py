@@ -108,13 +108,16 @@ def test_a_day_fits_where_each_of_its_hours_does(network: NetworkProblem) -> Non
 @pytest.mark.parametrize(
     ("p90", "after_s"),
     [
-        ([9, 2, 2, 2, 5, 5, 3, 2, 2, 2], 10.0),  # lost from bin 4 on, back from bin 6 on
-        ([9, 2, 2, 2, 2, 2, 2, 2, 2, 2], 0.0),
-        ([9, 2, 2, 2, 5, 5, 5, 5, 5, 5], None),
+        ([9, 2, 2, 2, 5, 5, 3, 2, 2, 2, 9], 10.0),  # lost from bin 4 on, back from bin 6 on
+        ([9, 2, 2, 2, 2, 2, 2, 2, 2, 2, 9], 0.0),
+        ([9, 2, 2, 2, None, None, 5, 2, 2, 2, 9], 10.0),
+        ([9, 2, 2, 2, 5, 5, 5, 5, 5, 5, 9], None),
     ],
 )
-def test_steady_again(p90: list[float], after_s: float | None) -> None:
-    assert STUDY._steady_after(p90, 40.0, 60.0) == after_s
+def test_steady_again(p90: list[float | None], after_s: float | None) -> None:
+    calm: list[float | None] = [1.0] * len(p90)
+    found = STUDY.recovery({"one": calm, "other": p90}, 40.0, 60.0)
+    assert found["steady_after_s"] == after_s
 
 
 @pytest.mark.slow
