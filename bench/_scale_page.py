@@ -9,6 +9,7 @@ from prfaas.display.figure import BLUE, GREY, ORANGE, RED, pyplot, save
 
 
 def write_page(docs: Path, report: dict[str, Any]) -> None:
+    (docs / "img").mkdir(parents=True, exist_ok=True)
     _bandwidth_figure(docs / "img" / "scale-bandwidth.png", report["planned"])
     _day_figure(docs / "img" / "scale-day.png", report)
     (docs / "scale.md").write_text(page(report), encoding="utf-8")

@@ -1,13 +1,13 @@
 """The study at scale: 10,000 GPUs in 4 PD and 3 PrfaaS datacenters. Writes docs/scale.md.
 
-    prfaas bench scale_study [--docs docs] [--hour-s 60] [--size 1.0]
+    prfaas bench scale_study [--docs FOLDER] [--hour-s 60] [--size 1.0]
 
 The model, the accelerators and the lengths are those of the case study; sizes, links and the shape
 of the day are an example. The planner answers what a day of traffic needs, what the loss of a site
 or of a link costs, and what bandwidth between sites is worth. The simulator then runs that day with
 all three losses: an hour of the day takes `--hour-s` seconds, at the rates of the real day, so that
 traffic shifts between regions faster than in reality. `--size` scales the deployment, its links and
-its traffic, for a quick look; the page is written for size 1 only.
+its traffic, for a quick look: then a page is written only where `--docs` names a folder for it.
 """
 
 from __future__ import annotations
@@ -351,7 +351,7 @@ def simulate_everything(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--docs", type=Path, default=DOCS, help="Folder of the page.")
+    parser.add_argument("--docs", type=Path, help="Folder to write the page to (see above).")
     parser.add_argument("--hour-s", type=float, default=60.0, help="Seconds of an hour.")
     parser.add_argument("--size", type=float, default=1.0, help="Of the deployment.")
     options = parser.parse_args()
@@ -362,11 +362,12 @@ def main() -> None:
         "planned": planned,
         "simulated": simulate_everything(parsed, network, planned, options.hour_s),
     }
-    if options.size == 1.0:
+    docs = options.docs or (DOCS if options.size == 1.0 else None)
+    if docs is not None:
         # The import is here because matplotlib is an optional dependency and slow to import.
         from _scale_page import write_page
 
-        write_page(options.docs, report)
+        write_page(docs, report)
     print(json.dumps(report, indent=2))
 
 

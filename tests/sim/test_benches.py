@@ -154,3 +154,32 @@ def test_scale_compares_the_first_size_with_the_last() -> None:
         few, many = found[name]["12"], found[name]["24"]
         assert found[name]["ratio"] > 0 and few["requests"] == many["requests"] > 100
         assert (many["prefix_reuse"] > 0.3) == name.startswith("sessions")
+
+
+@pytest.mark.slow
+def test_random_regions_are_compared_with_their_plans() -> None:
+    done = run_bench("regions", "--deployments", 1, "--seed", 2, "--seconds", 100)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    (row,) = report["deployments"]
+    assert (row["seed"], row["pd"], row["prfaas"]) == (2, 4, 2)
+    assert report["least"] == {policy: row[policy] for policy in ("paper", "adaptive")}
+    assert 0.5 < min(report["least"].values()) < 1.05
+
+
+@pytest.mark.slow
+def test_the_study_at_scale_writes_its_page(tmp_path: Path) -> None:
+    done = run_bench("scale_study", "--size", 0.02, "--hour-s", 10, "--docs", tmp_path)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    planned, simulated = report["planned"], report["simulated"]
+    rates = list(planned["bandwidth"].values())
+    assert rates == sorted(rates) and rates[-1] <= planned["unlimited_rps"] * (1 + 1e-6)
+    assert planned["day_rps"] == min(planned["day_rps_by_hour"])
+    assert all(share <= 1 + 1e-6 for name, share in planned["lost"].items() if "PD" not in name)
+    assert simulated["losses"]["unanswered"] == simulated["calm"]["unanswered"] == 0
+    assert simulated["losses"]["decoded_elsewhere"] > simulated["calm"]["decoded_elsewhere"]
+    text = (tmp_path / "scale.md").read_text()
+    assert f"{simulated['calm']['requests']:,} requests" in text
+    for name in ("scale-bandwidth", "scale-day"):
+        assert (tmp_path / "img" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
