@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -174,7 +175,8 @@ def test_the_study_at_scale_writes_its_page(tmp_path: Path) -> None:
     report = json.loads(done.stdout)
     planned, simulated = report["planned"], report["simulated"]
     rates = list(planned["bandwidth"].values())
-    assert rates == sorted(rates) and rates[-1] <= planned["unlimited_rps"] * (1 + 1e-6)
+    for less, more in itertools.pairwise([*rates, planned["unlimited_rps"]]):
+        assert less <= more * (1 + 1e-6)
     assert planned["day_rps"] == min(planned["day_rps_by_hour"])
     assert all(share <= 1 + 1e-6 for name, share in planned["lost"].items() if "PD" not in name)
     assert simulated["losses"]["unanswered"] == simulated["calm"]["unanswered"] == 0
