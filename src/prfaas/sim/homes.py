@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from prfaas.planner.network.problem import NetworkProblem
 from prfaas.scheduler.board import Board
-from prfaas.scheduler.homes.elsewhere import Home, route_from
+from prfaas.scheduler.homes.elsewhere import HomeContext, route_from
 from prfaas.scheduler.homes.plans import first_plans, home_name
 from prfaas.scheduler.lookup.prefixes import NOTHING_CACHED, CachedPrefixes
 from prfaas.scheduler.plan import Plan
@@ -60,12 +60,12 @@ class SimHomes:
         if len(self.names) == 1:
             return route(request, view, plan, state)
 
-        def others() -> Iterator[Home]:
+        def others() -> Iterator[HomeContext]:
             for other, round_trip_s in self._round_trips[home]:
                 there = board.view(now_s, cached, held, other)
-                yield Home(there, self.plans[other], self._states[other], round_trip_s)
+                yield HomeContext(there, self.plans[other], self._states[other], round_trip_s)
 
-        return route_from(request, Home(view, plan, state), others)
+        return route_from(request, HomeContext(view, plan, state), others)
 
     def has_room(self, cluster: ClusterId, board: Board, now_s: float) -> bool:
         return has_room_at(board.cluster(cluster), now_s, self._rules)

@@ -9,7 +9,7 @@ from prfaas.planner.network.problem import Home, NetworkProblem
 from prfaas.planner.problem import Path, Problem, Remote
 from prfaas.scheduler.board import Board
 from prfaas.scheduler.costs import build_costs
-from prfaas.scheduler.homes.elsewhere import Home as RoutedHome
+from prfaas.scheduler.homes.elsewhere import HomeContext
 from prfaas.scheduler.homes.plans import first_plans, home_name
 from prfaas.scheduler.state import ShortTermState
 from prfaas.scheduler.view import LinkView
@@ -59,7 +59,7 @@ PLANS = first_plans(NETWORK, NODES, SchedulerSection().replan, "paper")
 
 def routed(
     seen: Board, name: ClusterId, rules: SchedulerSection, *, now_s: float = 0.0
-) -> RoutedHome:
+) -> HomeContext:
     round_trip_s = 0.0 if name == EAST else ROUND_TRIPS[EAST, WEST]
     view = seen.view(now_s, {}, {}, name)
-    return RoutedHome(view, PLANS[name], ShortTermState(rules), round_trip_s)
+    return HomeContext(view, PLANS[name], ShortTermState(rules), round_trip_s)

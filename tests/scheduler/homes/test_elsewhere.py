@@ -6,7 +6,7 @@ import pytest
 
 from prfaas.config.deployment import SchedulerSection
 from prfaas.scheduler.board import Board
-from prfaas.scheduler.homes.elsewhere import Home, route_from
+from prfaas.scheduler.homes.elsewhere import HomeContext, route_from
 from prfaas.scheduler.request import Request, Route
 from prfaas.scheduler.waiting import Hold
 from prfaas.types import NodeId
@@ -29,7 +29,7 @@ BOTH = pytest.mark.parametrize("policy", ["paper", "adaptive"])
 def take(seen: Board, policy: str, *, allowed: bool = True, linked: bool = True) -> Route | Hold:
     rules = SchedulerSection(policy=policy, decode_elsewhere=allowed)  # type: ignore[arg-type]
 
-    def others() -> Iterable[Home]:
+    def others() -> Iterable[HomeContext]:
         return [routed(seen, WEST, rules)] if linked else []
 
     return route_from(REQUEST, routed(seen, EAST, rules), others)

@@ -21,7 +21,7 @@ from prfaas.scheduler.view import View
 from prfaas.scheduler.waiting import Hold
 
 
-class Home(NamedTuple):
+class HomeContext(NamedTuple):
     """What a decision for one PD cluster uses."""
 
     view: View
@@ -30,7 +30,9 @@ class Home(NamedTuple):
     round_trip_s: float = 0.0  # from the PD cluster at which the request arrived
 
 
-def route_from(request: Request, home: Home, others: Callable[[], Iterable[Home]]) -> Route | Hold:
+def route_from(
+    request: Request, home: HomeContext, others: Callable[[], Iterable[HomeContext]]
+) -> Route | Hold:
     """The route of a request that arrives at `home`, or its hold. `others` yields the PD clusters
     that may decode it instead; it is called only where that is of use. A request that no PD cluster
     can serve waits for its home, so that the requests of a lost site do not stand before those of
@@ -52,7 +54,7 @@ def route_from(request: Request, home: Home, others: Callable[[], Iterable[Home]
 
 
 def _serve_elsewhere(
-    request: Request, others: Iterable[Home], sooner_than_s: float = float("inf")
+    request: Request, others: Iterable[HomeContext], sooner_than_s: float = float("inf")
 ) -> Route | Hold | None:
     """The earliest first token among the other PD clusters. A hold, if each of them would hold the
     request, or if a decode slot is free earlier where it would be held: a PD cluster whose prefill
