@@ -9,7 +9,13 @@ from prfaas.planner.network.problem import NetworkProblem
 
 Report = dict[str, Any]
 QUANTILES = ("p50", "p90", "p99")
-LOSSES = {"lost prfaas": "prfaas", "lost pd": "pd", "lost link": "link", "lost pd alone": "pd"}
+LOSSES = {
+    "lost prfaas": ("prfaas", ""),
+    "lost pd": ("pd", ""),
+    "lost link": ("link", ""),
+    "lost pd alone": ("pd", ", PD clusters alone"),
+    "lost pd light": ("pd", ", with the traffic of PD clusters alone"),
+}
 
 
 def page_blocks(network: NetworkProblem, report: Report) -> dict[str, Sequence[str]]:
@@ -212,9 +218,9 @@ def speed_block(report: Report) -> list[str]:
 def losses_block(report: Report) -> list[str]:
     given = report["assumptions"]
     rows = []
-    for case, kind in LOSSES.items():
+    for case, (kind, how) in LOSSES.items():
         at = report["simulated"][case]
-        name = given["lost"][kind] + (", PD clusters alone" if "alone" in case else "")
+        name = given["lost"][kind] + how
         phases = [seconds(at["phases"][phase]["p90"]) for phase in ("before", "during", "after")]
         steady = at["steady_after_s"]
         again = "not in the run" if steady is None else f"{steady:.0f} s"
@@ -229,7 +235,8 @@ def losses_block(report: Report) -> list[str]:
         "",
         f"Each run has {before_s:.0f} s before the loss, {during_s:.0f} s of loss and "
         f"{after_s:.0f} s after it, at the traffic of {given['loss_hour_utc']}:00 UTC, "
-        f"{given['load']:.0%} of the largest day of the system. *Steady again* is the time from "
+        f"{given['load']:.0%} of the largest day of the system, or in the last row of that of PD "
+        f"clusters alone. *Steady again* is the time from "
         f"the end of the loss until the P90 of every {given['bin_s']:.0f} s of arrivals in every "
         f"region stays within {given['steady_within']:.0%} of the largest before the loss. The "
         "worst P90 is that of such a period and region.",

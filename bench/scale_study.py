@@ -94,7 +94,11 @@ class Scale(NamedTuple):
 
 
 FULL = Scale(
-    1.0, tuple(range(0, HOURS, 2)), tuple(2.0**n for n in range(-6, 3)), (120, 240), (60, 120, 180)
+    shrink=1.0,
+    hours=tuple(range(0, HOURS, 2)),
+    factors=(0.0625, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0, 1.5, 2.0),
+    speeds=(120, 240),
+    loss_s=(60, 120, 180),
 )
 QUICK = Scale(40.0, (6, 18), (0.125, 1.0), (480, 960), (20, 20, 40))
 
@@ -266,8 +270,8 @@ def links_of(network: NetworkProblem) -> list[tuple[str, str]]:
 
 
 def make_cases(scale: Scale, prfaas_rps: float, alone_rps: float) -> list[Case]:
-    """Each system at the same load relative to the largest day that it can serve. The longest runs
-    come first."""
+    """Each system at the same load relative to the largest day that it can serve, and PrfaaS also
+    at the traffic of PD clusters alone. The longest runs come first."""
     mine, alone = LOAD * prfaas_rps, LOAD * alone_rps
     speed, check = scale.speeds
     return [
@@ -278,6 +282,7 @@ def make_cases(scale: Scale, prfaas_rps: float, alone_rps: float) -> list[Case]:
         Case("day check", "prfaas", scale, mine, check),
         Case("day alone", "alone", scale, alone, speed),
         Case("lost pd alone", "alone", scale, alone, fault="pd"),
+        Case("lost pd light", "prfaas", scale, alone, fault="pd"),
     ]
 
 

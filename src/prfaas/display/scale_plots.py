@@ -36,7 +36,7 @@ def plot_bandwidth(path: Path, report: Report) -> Path:
     ):
         axes.plot(gbps, [at[key] for at in points], "o-", color=colour, label=label, markersize=3)
         axes.axvline(report["needs"][need]["suffices_gbps"], color=colour, linestyle=":")
-    axes.plot([], [], color=GREY, linestyle=":", label="more hardly helps")
+    axes.plot([], [], color=GREY, linestyle=":", label="from here on, more hardly helps")
     axes.axhline(1.0, color=GREY, linewidth=1)
     axes.set(xscale="log", xlabel="bandwidth from PrfaaS to PD clusters (Gbit/s in total)")
     axes.set_ylabel("traffic: PD clusters alone = 1")
@@ -73,7 +73,7 @@ def plot_day(path: Path, report: Report) -> Path:
 def plot_losses(path: Path, report: Report, bin_s: float, edges_s: Sequence[float]) -> Path:
     """P90 of the TTFT by region around each loss. `edges_s`: the time before it, and its length."""
     make_folder(path.parent)
-    figure, panels = pyplot.subplots(2, 2, figsize=(8.0, 5.2), sharex=True)
+    figure, panels = pyplot.subplots(2, 2, figsize=(8.0, 5.2), sharex=True, sharey=True)
     before_s, during_s = edges_s
     for axes, (case, title) in zip(panels.ravel(), _LOSSES.items(), strict=True):
         series = report["simulated"][case]["p90_by_bin"]
