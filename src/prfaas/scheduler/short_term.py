@@ -34,6 +34,10 @@ from prfaas.scheduler.view import ClusterView, LinkId, LinkView, View
 from prfaas.scheduler.waiting import Hold
 from prfaas.types import ClusterId
 
+# `paper` raises its threshold for a link whose backlog lasts this many times as long as the wait for
+# a local node, however busy the local nodes are.
+_MUCH_LONGER = 2.0
+
 _SHORT = "short: at most the threshold is uncached"
 _LONG = "long: more than the threshold is uncached"
 # Locality is a preference and never a reason to refuse.
@@ -259,8 +263,9 @@ def _factor(
     # While one of several links is clear, the shares still send most requests as planned. A link
     # that the plan uses completely is never clear for long, and is no surge.
     if surging and len(surging) == len(view.remotes):
-        # Where local nodes are as busy, more work there lasts longer than the surge of the link.
-        if local_s <= rules.surge_wait_s:
+        # Where local nodes are nearly as busy, a shift to them would outlast the surge of the link.
+        drain_s = min(_drain_s((name, to), view, links) for name in surging)
+        if local_s <= max(rules.surge_wait_s, drain_s / _MUCH_LONGER):
             health = links[surging[0], to].health
             return raised, f"the link {surging[0]} -> {to} is {health.described}"
         if excess_s <= rules.surge_wait_s:
@@ -270,6 +275,13 @@ def _factor(
     if excess_s < rules.calm_wait_s:
         return lowered, "links are clear and PrfaaS queues are short"
     return state.threshold_factor, state.cause
+
+
+def _drain_s(link_id: LinkId, view: View, links: dict[LinkId, LinkState]) -> float:
+    """Seconds until a link has sent what was dispatched to it."""
+    link = view.links[link_id]
+    bps = links[link_id].bps or link.capacity_bps
+    return link.pending_bytes * 8 / bps
 
 
 def shortest_wait_s(cluster: ClusterView, now_s: float) -> float | None:
