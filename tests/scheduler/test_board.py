@@ -23,7 +23,9 @@ def board() -> Board:
 
 def way(prefill: NodeId = REMOTE[0], seconds: float = 2.0, copies: tuple = ()) -> Route:
     cluster = FAR if prefill in REMOTE else NEAR
-    return Route(cluster, prefill, LOCAL[2], cluster == FAR, 0, 100, 1000, seconds, copies, "test")
+    return Route(
+        cluster, prefill, NEAR, LOCAL[2], cluster == FAR, 0, 100, 1000, seconds, copies, "test"
+    )
 
 
 def seen(subject: Board, name: NodeId, now_s: float = 0.0) -> NodeView:

@@ -300,6 +300,12 @@ class SchedulerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Routing policy: `local` never offloads, `remote` always does."""
     threshold_tokens: CountOrZero | None = None
     """Fixed threshold. Without it, the planner optimises the threshold."""
+    decode_elsewhere: bool = True
+    """Whether a request may decode in another pd cluster where its own cannot serve it: no node
+    decodes or prefills for it there, or every decode slot is taken. Only between pd clusters that
+    have a link, whose round trip the request then takes longer. Such a link has no other use, so
+    that stating it allows this, and `false` forbids it. For `prfaas simulate`: a gateway serves one
+    pd cluster."""
     replan: ReplanSection = ReplanSection()
     correction: CorrectionSection = CorrectionSection()
     paper: PaperSection = PaperSection()

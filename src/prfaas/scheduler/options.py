@@ -344,6 +344,7 @@ def make_route(
     return Route(
         cluster=option.cluster,
         prefill=option.node,
+        decode_cluster=view.local.cluster,
         decode=decode.node,
         offloaded=option.cluster != view.local.cluster,
         cached_tokens=option.cached_tokens,
@@ -360,6 +361,7 @@ def _remainder_route(option: Option, view: View, state: ShortTermState, reason: 
     return Route(
         cluster=option.cluster,
         prefill=option.node,
+        decode_cluster=option.cluster,
         decode=option.node,
         offloaded=False,
         cached_tokens=option.cached_tokens,

@@ -124,6 +124,7 @@ def serve_alone(request: Request, view: View, state: ShortTermState) -> Route | 
         found = Route(
             cluster=view.local.cluster,
             prefill=node.node,
+            decode_cluster=view.local.cluster,
             decode=node.node,
             offloaded=False,
             cached_tokens=own,

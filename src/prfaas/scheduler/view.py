@@ -190,6 +190,9 @@ class LinkView(NamedTuple):
     rtt_s: float
     stats: LinkStats | None  # the last report
     pending_bytes: float  # of own dispatches whose hand-off is not in place yet
+    # Uncached tokens that the plan's shares would have sent over this link, less those that own
+    # dispatches have sent. Positive: the link is behind its share.
+    credit_tokens: float = 0.0
 
 
 class View(NamedTuple):
@@ -197,9 +200,10 @@ class View(NamedTuple):
     nodes without any of it."""
 
     now_s: float
-    local: ClusterView  # decodes every request, and prefills those that are not offloaded
+    # The PD cluster that the request is routed for: it decodes, and prefills what is not offloaded.
+    local: ClusterView
     remotes: tuple[ClusterView, ...]  # prefill only, in the order of the plan's `shares`
-    links: Mapping[LinkId, LinkView]
+    links: Mapping[LinkId, LinkView]  # that lead to or from `local`
     costs: Costs
     cached: CachedPrefixes
     held: Mapping[ClusterId, HeldWork]  # prefill work in the waiting room, per cluster

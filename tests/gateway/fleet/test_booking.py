@@ -27,7 +27,7 @@ def test_after_its_end_a_request_leaves_nothing_on_the_board(
     for index, (offloaded, _) in enumerate(attempts):
         prefill = REMOTE[0] if offloaded else LOCAL[0]
         cluster = FAR if offloaded else NEAR
-        route = Route(cluster, prefill, LOCAL[2], offloaded, 0, 100, 1000, 2.0, (), "test")
+        route = Route(cluster, prefill, NEAR, LOCAL[2], offloaded, 0, 100, 1000, 2.0, (), "test")
         bookings.append(
             Booking(board, work[prefill], route, 5e8, 0.0, lambda i=index: freed.append(i))
         )

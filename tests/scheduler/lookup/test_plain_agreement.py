@@ -47,7 +47,7 @@ A, B, C = (NodeId(name) for name in "abc")
 
 
 def booked(prefill: NodeId, decode: NodeId, seconds: float, next_s: float | None = None) -> Route:
-    return Route(NEAR, prefill, decode, False, 0, 0, 0, seconds, (), "", next_s)
+    return Route(NEAR, prefill, NEAR, decode, False, 0, 0, 0, seconds, (), "", next_s)
 
 
 def random_board(draw: Random) -> Board:

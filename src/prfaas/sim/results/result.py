@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +38,11 @@ class Requests:
     output_tokens: Counts
     hit_tokens: Counts  # length of the cached prefix after which the prefill resumed
     offloaded: Flags
-    retries: Counts  # attempts after the first, each after the loss of a node
+    retries: Counts  # attempts after the first, each after the loss of a node or link
+    # Numbers of clusters in `Result.clusters`; -1 where the request was not served.
+    home: Counts  # the PD cluster at which it arrived
+    prefill_cluster: Counts
+    decode_cluster: Counts
 
     @property
     def ttft_s(self) -> Array:
@@ -61,17 +65,26 @@ class Series:
     decode_queue: Array  # requests whose KV is in place, waiting for a slot
 
 
+class ClusterName(NamedTuple):
+    name: str
+    kind: Literal["pd", "prfaas"]
+
+
 class RoleUse(NamedTuple):
     """Utilisation of a role over the measured window (`Result.window_s`)."""
 
-    role: str  # a PrfaaS cluster's name, "prefill" or "decode" (of the PD cluster)
+    # A PrfaaS cluster's name, "prefill" or "decode" (of the PD cluster). With several PD clusters,
+    # the name of the cluster comes first: "east prefill".
+    role: str
     utilisation: float  # busy share; for decode the share of slots taken
 
 
 class StageBacklog(NamedTuple):
     """The growth of one stage's backlog: whether the stage kept up."""
 
-    name: str  # as the planner names them: "pd_p", "pd_d", a PrfaaS cluster, "link <cluster>"
+    # As the planner names them: "pd_p", "pd_d", a PrfaaS cluster, "link <cluster>". With several PD
+    # clusters also their names: "pd_p east", "link <cluster> east".
+    name: str
     growth_s_per_s: float  # seconds of work that its backlog gained per second of the window
 
 
@@ -94,6 +107,8 @@ class TimelineSpan(NamedTuple):
 @dataclass(frozen=True, slots=True, eq=False)
 class Result:
     requests: Requests
+    clusters: tuple[ClusterName, ...]  # the PD clusters first
+    link_bps: Mapping[LinkId, float]  # of the links of hand-offs, as configured
     series: Series
     roles: tuple[RoleUse, ...]
     stages: tuple[StageBacklog, ...]
