@@ -34,8 +34,8 @@ from prfaas.scheduler.view import ClusterView, LinkId, LinkView, View
 from prfaas.scheduler.waiting import Hold
 from prfaas.types import ClusterId
 
-# `paper` raises its threshold for a link whose backlog lasts this many times as long as the wait for
-# a local node, however busy the local nodes are.
+# `paper` raises its threshold for a link whose backlog lasts this many times as long as the wait
+# for a local node, however busy the local nodes are.
 _MUCH_LONGER = 2.0
 
 _SHORT = "short: at most the threshold is uncached"
