@@ -229,8 +229,8 @@ def _warm_up(chosen: ChosenEngine, wanted: Sequence[int] | None) -> None:
     lengths = chosen.default_warm_up if wanted is None else wanted
     if not lengths:
         return
-    _LOG.info("start: warming up with prompts of %s tokens", ", ".join(map(str, lengths)))
     with _ended_by_sigterm():
+        _LOG.info("start: warming up with prompts of %s tokens", ", ".join(map(str, lengths)))
         try:
             done = warm_up(chosen.engine, lengths, MonotonicClock(), named=named)
         except EngineError as error:

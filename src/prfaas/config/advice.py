@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 
 from prfaas.config.deployment import SLO, ModelSection, WorkloadSection
+from prfaas.config.deployment_file import check_units
 from prfaas.config.fields import Amount, AmountOrZero, Count, CountOrZero, Share
 from prfaas.config.strict import decode
 from prfaas.errors import InputError
@@ -136,15 +137,4 @@ def _check_links(question: AdviceQuestion) -> None:
             raise InputError(
                 "has two prices", where=at, fix="keep usd_per_month or usd_per_hour, not both"
             )
-        if link.gbps > 1e6:
-            raise InputError(
-                f"{link.gbps:g} Gbit/s is more than any link has",
-                where=f"{at}.gbps",
-                fix="the unit is 10^9 bits per second",
-            )
-        if link.rtt_ms > 1e4:
-            raise InputError(
-                f"{link.rtt_ms:g} ms is longer than any round trip",
-                where=f"{at}.rtt_ms",
-                fix="the unit is milliseconds",
-            )
+        check_units(link.gbps, link.rtt_ms, at=at)

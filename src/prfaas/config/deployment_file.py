@@ -122,6 +122,22 @@ def _check_traffic(deployment: Deployment) -> None:
         )
 
 
+def check_units(gbps: float, rtt_ms: float, *, at: str) -> None:
+    """Raises for a link whose figures are in other units than those of the file."""
+    if gbps > 1e6:
+        raise InputError(
+            f"{gbps:g} Gbit/s is more than any link has",
+            where=f"{at}.gbps",
+            fix="the unit is 10^9 bits per second",
+        )
+    if rtt_ms > 1e4:
+        raise InputError(
+            f"{rtt_ms:g} ms is longer than any round trip",
+            where=f"{at}.rtt_ms",
+            fix="the unit is milliseconds",
+        )
+
+
 def _check_links(deployment: Deployment) -> None:
     names = {cluster.name for cluster in deployment.clusters}
     seen = set()
@@ -140,18 +156,7 @@ def _check_links(deployment: Deployment) -> None:
                 fix="state the aggregate bandwidth once",
             )
         seen.add((link.source, link.target))
-        if link.gbps > 1e6:
-            raise InputError(
-                f"{link.gbps:g} Gbit/s is more than any link has",
-                where=f"links.{index}.gbps",
-                fix="the unit is 10^9 bits per second",
-            )
-        if link.rtt_ms > 1e4:
-            raise InputError(
-                f"{link.rtt_ms:g} ms is longer than any round trip",
-                where=f"links.{index}.rtt_ms",
-                fix="the unit is milliseconds",
-            )
+        check_units(link.gbps, link.rtt_ms, at=f"links.{index}")
     for index, cluster in enumerate(deployment.clusters):
         targets = [pd.name for pd in deployment.of_kind("pd")]
         if cluster.kind == "prfaas" and not any(deployment.link(cluster.name, t) for t in targets):
