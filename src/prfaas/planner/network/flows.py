@@ -219,7 +219,7 @@ class FlowProgram:
             b_ub=limits,
             A_eq=balance,
             b_eq=sums,
-            bounds=np.stack([np.zeros(len(objective)), upper], axis=1),
+            bounds=[(0.0, limit) for limit in upper.tolist()],
             method="highs",
             options={
                 "primal_feasibility_tolerance": _TOLERANCE,
