@@ -135,11 +135,11 @@ def test_a_lost_link_costs_no_request(policy: str) -> None:
 
 def test_a_site_returns_when_the_last_of_its_faults_has_ended() -> None:
     """A node of the site has a fault of its own, which ends before that of the site."""
-    site = ClusterFault(NORTH, HALF_S, END_S)
-    node = NodeFault(NodeId("north-0"), HALF_S / 2, (HALF_S + END_S) / 2)
+    site = ClusterFault(NORTH, HALF_S / 3, END_S)
+    node = NodeFault(NodeId("north-0"), HALF_S / 4, HALF_S / 2)
     rows = simulate(NETWORK, ARRIVALS, config("paper", node, site)).requests
     there = rows.prefill_cluster == 2
-    assert not there[(rows.arrival_s > HALF_S) & (rows.arrival_s < END_S - 5.0)].any()
+    assert not there[(rows.arrival_s > HALF_S / 3) & (rows.arrival_s < END_S - 5.0)].any()
     assert there[rows.arrival_s > END_S].any()
 
 
