@@ -190,8 +190,11 @@ def test_flows_of_hardly_any_requests_are_balanced() -> None:
 def test_a_pd_cluster_that_cannot_prefill_is_named() -> None:
     problem = pair(pd=1)
     second = replace(problem.homes[1], problem=replace(problem.homes[1].problem, remotes=()))
-    with pytest.raises(InputError, match="no instance can prefill for other with this split"):
+    with pytest.raises(InputError, match="no instance can prefill for other with .* or a link"):
         NetworkPlanner("exact").solve(NetworkProblem((problem.homes[0], second)))
+    kept = pair(pd=1, fixed_threshold=500)
+    with pytest.raises(InputError, match="for near and other with .* or remove scheduler.thresh"):
+        NetworkPlanner("exact").solve(kept)
 
 
 def test_the_number_of_linear_programmes_is_bounded() -> None:
