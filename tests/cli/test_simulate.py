@@ -223,3 +223,13 @@ def test_what_needs_one_pd_cluster_says_so(
 ) -> None:
     result = prfaas("simulate", CASE_STUDY.with_name("two_by_two.toml"), *flags)
     assert result.code == 2 and words in result.err
+
+
+def test_a_link_trace_of_an_unknown_link_names_the_links(prfaas: Prfaas, tmp_path: Path) -> None:
+    two_by_two = CASE_STUDY.with_name("two_by_two.toml")
+    trace = tmp_path / "links.csv"
+    trace.write_text("10,0,north,nowhere\n")
+    result = prfaas("simulate", two_by_two, "--requests", "2", "--link-trace", trace)
+    assert result.code == 2
+    assert "there is no link north,nowhere from a prfaas cluster; name one of" in result.err
+    assert "north,east; south,east; north,west; south,west" in result.err

@@ -9,15 +9,17 @@ import pytest
 from bench import regions
 
 from prfaas.config.deployment import SchedulerSection
+from prfaas.errors import InputError
 from prfaas.planner.problem import Path, Problem
 from prfaas.scheduler.homes.plans import planned_rps
 from prfaas.scheduler.plan import find_optimum
 from prfaas.sim.arrivals import poisson, poisson_at_homes
-from prfaas.sim.config import ClusterFault, Fault, LinkFault, SimConfig
+from prfaas.sim.config import ClusterFault, Fault, LinkFault, NodeFault, RateChange, SimConfig
 from prfaas.sim.results.result import Result
 from prfaas.sim.run import simulate
 from prfaas.sim.saturation import saturated_rps
 from prfaas.studies.network_plans import NetworkStudy
+from prfaas.types import ClusterId, NodeId
 from tests.planner.builders import case_study
 from tests.scheduler.homes.networks import EAST, NETWORK, NORTH, ROUND_TRIPS, WEST
 
@@ -131,6 +133,44 @@ def test_a_lost_link_costs_no_request(policy: str) -> None:
     assert over_it[rows.arrival_s < HALF_S].any() and over_it[rows.arrival_s > END_S].any()
 
 
+def test_a_site_returns_when_the_last_of_its_faults_has_ended() -> None:
+    """A node of the site has a fault of its own, which ends before that of the site."""
+    site = ClusterFault(NORTH, HALF_S / 3, END_S)
+    node = NodeFault(NodeId("north-0"), HALF_S / 4, HALF_S / 2)
+    rows = simulate(NETWORK, ARRIVALS, config("paper", node, site)).requests
+    there = rows.prefill_cluster == 2
+    assert not there[(rows.arrival_s > HALF_S / 3) & (rows.arrival_s < END_S - 5.0)].any()
+    assert there[rows.arrival_s > END_S].any()
+
+
+def test_a_lost_link_returns_with_the_rate_that_it_has_by_then() -> None:
+    """Its rate changes while it is lost."""
+    link = (NORTH, EAST)
+    changed = replace(
+        config("paper", LinkFault(link, HALF_S, END_S)),
+        links={link: (RateChange((HALF_S + END_S) / 2, 0.02),)},
+    )
+    result = simulate(NETWORK, ARRIVALS, changed)
+    carried = result.series.egress_bits[link] / result.series.bin_s
+    assert carried[int(HALF_S) + 1 : int(END_S)].sum() == 0.0
+    assert 0.0 < carried[int(END_S) + 1 :].max() <= 0.02 * 1e9 * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (ClusterFault(ClusterId("nord"), 1.0), "no 'nord'; name one of: east, north, south, west"),
+        (LinkFault((EAST, NORTH), 1.0), "no 'east -> north'"),
+        (NodeFault(NodeId("north-2"), 1.0), "no 'north-2'"),
+        (ClusterFault(NORTH, 5.0, 5.0), "a fault from 5 s until 5 s"),
+    ],
+)
+def test_an_impossible_fault_is_named(fault: Fault, says: str) -> None:
+    with pytest.raises(InputError, match=says) as raised:
+        simulate(NETWORK, ARRIVALS, config("paper", LinkFault((NORTH, EAST), 1.0), fault))
+    assert raised.value.where == "faults.1"
+
+
 @pytest.mark.slow
 @BOTH
 def test_a_link_that_is_lost_for_good_costs_no_request(policy: str) -> None:
@@ -197,4 +237,4 @@ def test_random_deployments_are_served_at_the_planned_rate(seed: int, policy: st
     study = NetworkStudy(regions.CASE_STUDY, "exact")
     network, arrivals, _ = regions.drawn_case(seed, 1500.0, study)
     found = saturated_rps(network, arrivals, config(policy))
-    assert found > regions.GOAL * planned_rps(network, "paper")
+    assert found == pytest.approx(planned_rps(network, "paper"), rel=1 - regions.GOAL)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from prfaas.config import load_deployment, parse_deployment
+from prfaas.config import Deployment, load_deployment, parse_deployment
 from prfaas.display.flow_tables import network_tables
 from prfaas.errors import InputError
 from prfaas.planner.network.comparison import NetworkComparison
@@ -45,11 +45,8 @@ def test_the_report_has_clusters_flows_and_what_binds(comparison: NetworkCompari
 
 
 def test_the_tables_show_the_plan(comparison: NetworkComparison) -> None:
-    out = Console(width=160, file=io.StringIO())
     plan = comparison.plan
-    out.print(network_tables(comparison, "case-study-1t"))
-    assert isinstance(out.file, io.StringIO)
-    text = out.file.getvalue()
+    text = shown(comparison, load_deployment(TWO_BY_TWO))
     assert f"{plan.rate_rps:.3f} requests/s in total" in text
     for home in plan.homes:
         assert f"{home.threshold_tokens:,d}" in text
@@ -57,6 +54,21 @@ def test_the_tables_show_the_plan(comparison: NetworkComparison) -> None:
     assert "instance at north" in text
     assert "the PD clusters alone" in text
     assert "extrapolated" in text
+    assert "slo.ttft_s" not in text
+
+
+def test_a_target_of_ttft_that_the_plan_does_not_use_is_named(
+    comparison: NetworkComparison,
+) -> None:
+    deployment = load_deployment(TWO_BY_TWO, ["slo.ttft_s=2.0"])
+    assert "slo.ttft_s does not change it" in shown(comparison, deployment)
+
+
+def shown(comparison: NetworkComparison, deployment: Deployment) -> str:
+    out = Console(width=160, file=io.StringIO())
+    out.print(network_tables(comparison, deployment))
+    assert isinstance(out.file, io.StringIO)
+    return out.file.getvalue()
 
 
 def test_a_pd_cluster_that_cannot_prefill_is_named_with_the_file() -> None:

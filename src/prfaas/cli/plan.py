@@ -89,6 +89,12 @@ def plan(
       equal_cost   one PD cluster of GPUs of the local kind that costs the same
       naive        the same hardware, with every prefill remote and no threshold
 
+    With several PD clusters the plan has a threshold and a split for each of them, the requests
+    that each PrfaaS cluster prefills for each PD cluster, what limits the total rate, and what one
+    more instance or Gbit/s would add. Its baselines are other ones: the PD clusters alone, at most
+    one PrfaaS cluster for each PD cluster, and the same GPUs or money in PD clusters. It has no
+    TTFT and no ranges.
+
     Where the catalog has no profile of the model on an accelerator, its times are estimated. The
     plan then shows ranges, and says which measurement narrows them most.
 
@@ -96,6 +102,7 @@ def plan(
       prfaas plan configs/case_study.toml
       prfaas plan configs/case_study.toml --reading exact --load 2.5
       prfaas plan configs/case_study.toml --map
+      prfaas plan configs/two_by_two.toml
       prfaas plan configs/case_study.toml --sweep links.0.gbps=5,8,10,100 --plot out/
     """
     if load is not None:
@@ -176,6 +183,6 @@ def _plan_several(study: NetworkStudy, deployment: Deployment, as_json: bool) ->
         print_json(comparison.as_dict() | estimates_as_dict(estimated, None))
         return
     out = console()
-    out.print(network_tables(comparison, deployment.model.name))
+    out.print(network_tables(comparison, deployment))
     if estimated:
         out.print(estimate_notes(estimated, None, deployment.model.name))

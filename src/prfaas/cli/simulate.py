@@ -95,7 +95,8 @@ class ManyValued(click.Command):
 @click.option(
     "--link-trace",
     type=click.Path(path_type=Path),
-    help="File with lines `at_s,gbps`: the link's rate from each time on.",
+    help="File with lines `at_s,gbps`: the rate of all links of prfaas clusters from each time on. "
+    "A line `at_s,gbps,from,to` is for one link.",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random numbers.")
 @click.option(

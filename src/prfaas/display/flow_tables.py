@@ -7,6 +7,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
+from prfaas.config import Deployment
 from prfaas.planner.network.comparison import NetworkComparison
 from prfaas.planner.network.plan import Binding, Flow, NetworkPlan
 from prfaas.planner.network.sensitivity import Gain
@@ -15,17 +16,17 @@ from prfaas.planner.network.sensitivity import Gain
 _MOST_GAINS = 8
 
 
-def network_tables(comparison: NetworkComparison, model: str) -> Group:
+def network_tables(comparison: NetworkComparison, deployment: Deployment) -> Group:
     """Everything that `prfaas plan` prints for a deployment with several PD clusters."""
     plan = comparison.plan
     parts: list[RenderableType] = [
-        clusters_table(plan, model),
+        clusters_table(plan, deployment.model.name),
         flows_table(plan),
         binding_line(plan),
         baselines_line(comparison),
         gains_table(comparison),
     ]
-    remarks = notes(comparison)
+    remarks = notes(comparison, deployment)
     return Group(*parts, *([remarks] if remarks else []))
 
 
@@ -101,6 +102,8 @@ def gains_table(comparison: NetworkComparison) -> Table:
 
 
 def binding_line(plan: NetworkPlan) -> str:
+    if not plan.binding:  # a search that was cut short
+        return "No resource is used completely."
     return "Limited by: " + "; ".join(escape(_limit(binding)) for binding in plan.binding) + "."
 
 
@@ -118,11 +121,16 @@ def baselines_line(comparison: NetworkComparison) -> str:
     return "Throughput: " + ", ".join(words) + "." if words else "Nothing to compare with."
 
 
-def notes(comparison: NetworkComparison) -> str:
+def notes(comparison: NetworkComparison, deployment: Deployment) -> str:
     lines = []
     plan = comparison.plan
     if plan.gap > 1e-6:
         lines.append(f"The search was cut short: a plan with up to {plan.gap:.2%} more may exist.")
+    if deployment.slo.ttft_s is not None:
+        lines.append(
+            "A plan of several PD clusters has no TTFT, so slo.ttft_s does not change it; "
+            "`prfaas simulate` counts the requests that meet it."
+        )
     if comparison.alone_rps is None:
         lines.append("Without PrfaaS clusters, a PD cluster cannot prefill.")
     for e in comparison.extrapolations:

@@ -42,8 +42,8 @@ class ClusterFault(NamedTuple):
 
 
 class LinkFault(NamedTuple):
-    """A link breaks: its transfers end, and their requests start again. It carries its configured
-    bandwidth again from `until_s` on (infinity: never)."""
+    """A link breaks: its transfers end, and their requests start again. From `until_s` on
+    (infinity: never) it has the bandwidth again that is configured, or that a `RateChange` set."""
 
     link: LinkId
     at_s: float

@@ -11,20 +11,22 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from prfaas.errors import InputError
 from prfaas.scheduler.long_term.replan_homes import replan_homes
 from prfaas.scheduler.view import LinkId
 from prfaas.sim.attempt import Attempt
-from prfaas.sim.config import ClusterFault, LinkFault, NodeFault
+from prfaas.sim.config import ClusterFault, Fault, LinkFault, NodeFault
 from prfaas.sim.nodes import SimNode
 from prfaas.sim.world import World
-from prfaas.types import ClusterId
+from prfaas.types import ClusterId, NodeId
 
 
 def schedule_changes(world: World, until_s: float) -> None:
     """Schedules every fault, rate change and replanning up to `until_s`."""
     changes = _ScheduledChanges(world)
     events = world.events
-    for fault in world.config.faults:
+    for index, fault in enumerate(world.config.faults):
+        _check(fault, world, f"faults.{index}")
         begin: Callable[[Any], None] = changes.lose_nodes
         end: Callable[[Any], None] = changes.recover_nodes
         if isinstance(fault, LinkFault):
@@ -41,12 +43,44 @@ def schedule_changes(world: World, until_s: float) -> None:
             events.at(count * every_s, changes.replan)
 
 
+def _check(fault: Fault, world: World, where: str) -> None:
+    known: list[str]
+    match fault:
+        case NodeFault(node):
+            named, known = str(node), list(world.nodes)
+        case ClusterFault(cluster):
+            named, known = str(cluster), list(world.prefill_waiting)
+        case LinkFault(link):
+            named, known = " -> ".join(link), [" -> ".join(one) for one in world.links]
+    if named not in known:
+        raise InputError(
+            f"the deployment has no {named!r}",
+            where=where,
+            fix=f"name one of: {', '.join(sorted(known))}",
+        )
+    if not 0 <= fault.at_s < fault.until_s:
+        raise InputError(
+            f"a fault from {fault.at_s:g} s until {fault.until_s:g} s",
+            where=where,
+            fix="let it begin at 0 s or later, and end after its beginning",
+        )
+
+
 class _ScheduledChanges:
+    """Faults may overlap: a node or link returns when the last of its faults has ended."""
+
     def __init__(self, world: World) -> None:
         self._world = world
+        self._faults: Counter[NodeId | LinkId] = Counter()  # that have begun and not ended
+        self._shares: dict[LinkId, float] = {}  # of the configured bandwidth, where it has changed
 
     def change_rate(self, change: tuple[LinkId, float]) -> None:
         link_id, share = change
+        self._shares[link_id] = share
+        self._set_rate(link_id)
+
+    def _set_rate(self, link_id: LinkId) -> None:
+        share = 0.0 if self._faults[link_id] else self._shares.get(link_id, 1.0)
         self._world.links[link_id].set_bps(self._world.paths[link_id].bps * share)
         self._world.count_capacity()
 
@@ -80,7 +114,9 @@ class _ScheduledChanges:
 
     def lose_nodes(self, fault: NodeFault | ClusterFault) -> None:
         world = self._world
-        lost = [node for node in self._nodes(fault) if node.alive]
+        nodes = self._nodes(fault)
+        self._faults.update(node.name for node in nodes)
+        lost = [node for node in nodes if node.alive]
         # All of them first: no request starts again on a node that is lost at the same time.
         for node in lost:
             node.alive = False
@@ -115,6 +151,9 @@ class _ScheduledChanges:
     def recover_nodes(self, fault: NodeFault | ClusterFault) -> None:
         world = self._world
         for node in self._nodes(fault):
+            self._faults[node.name] -= 1
+            if self._faults[node.name]:
+                continue
             node.alive = True
             plan = world.homes.plans.get(node.cluster)
             if plan is not None:
@@ -134,10 +173,9 @@ class _ScheduledChanges:
     def lose_link(self, fault: LinkFault) -> None:
         """The router learns at once that the connections are gone, as its members do."""
         world = self._world
-        link = world.links[fault.link]
-        link.set_bps(0.0)
-        world.count_capacity()
-        source, target = fault.link
+        self._faults[fault.link] += 1
+        self._set_rate(fault.link)
+        link, (_, target) = world.links[fault.link], fault.link
         world.board.record_link_report(fault.link, link.report(target, 0.0))
         cut = [
             attempt
@@ -160,7 +198,8 @@ class _ScheduledChanges:
         )
 
     def recover_link(self, fault: LinkFault) -> None:
-        self.change_rate((fault.link, 1.0))
+        self._faults[fault.link] -= 1
+        self._set_rate(fault.link)
 
     # Ends of attempts -----------------------------------------------------------------------------
 

@@ -155,10 +155,11 @@ def link_changes(
     for speed in read_link_trace(path):
         named = [link for link in bps if speed.link in (None, link)]
         if not named:
+            named_link = "" if speed.link is None else f" {','.join(speed.link)}"
             raise InputError(
-                f"there is no link {speed.link} from a prfaas cluster",
+                f"there is no link{named_link} from a prfaas cluster",
                 file=path,
-                fix=f"links are: {', '.join(f'{a},{b}' for a, b in bps) or 'none'}",
+                fix=f"name one of these as from,to: {'; '.join(map(','.join, bps)) or 'none'}",
             )
         for link in named:
             changes[link].append(RateChange(speed.at_s, speed.gbps * 1e9 / bps[link]))

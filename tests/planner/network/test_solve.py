@@ -163,11 +163,38 @@ def test_a_pd_cluster_without_a_path_serves_alone_and_may_limit_the_others() -> 
     assert plan.prfaas[0].utilisation < 0.9
 
 
+@pytest.mark.parametrize("reading", READINGS)
+def test_a_pd_cluster_with_hardly_any_traffic_limits_nothing(reading: Reading) -> None:
+    first, second = pair(bps=1e9).homes
+    alone = NetworkPlanner(reading).solve(NetworkProblem((replace(first, share=1.0),)))
+    for share in (1e-6, 1e-9, 1e-30):
+        homes = (replace(first, share=1 - share), replace(second, share=share))
+        plan = NetworkPlanner(reading).solve(NetworkProblem(homes))
+        assert plan.rate_rps == pytest.approx(alone.rate_rps, rel=1e-5)
+
+
+def test_flows_of_hardly_any_requests_are_balanced() -> None:
+    """Nearly every request is shorter than the fixed threshold."""
+    rng = np.random.default_rng(2)
+    lengths = lognormal(5.0, 0.4, 20, 8000, output_tokens=60)
+    problem = random_network(rng, 1, 2).with_homes(
+        lambda one: replace(one, workload=lengths, fixed_threshold=2500)
+    )
+    plan = NetworkPlanner("exact").solve(problem)
+    one = problem.homes[0].problem
+    expected = Planner(one, "exact").solve(one)
+    assert 0 < plan.homes[0].offload_fraction < 1e-9
+    assert [flow.share for flow in plan.flows] == pytest.approx(list(expected.shares), abs=1e-6)
+
+
 def test_a_pd_cluster_that_cannot_prefill_is_named() -> None:
     problem = pair(pd=1)
     second = replace(problem.homes[1], problem=replace(problem.homes[1].problem, remotes=()))
-    with pytest.raises(InputError, match="no instance can prefill for other with this split"):
+    with pytest.raises(InputError, match="no instance can prefill for other with .* or a link"):
         NetworkPlanner("exact").solve(NetworkProblem((problem.homes[0], second)))
+    kept = pair(pd=1, fixed_threshold=500)
+    with pytest.raises(InputError, match="for near and other with .* or remove scheduler.thresh"):
+        NetworkPlanner("exact").solve(kept)
 
 
 def test_the_number_of_linear_programmes_is_bounded() -> None:

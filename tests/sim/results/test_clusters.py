@@ -72,6 +72,26 @@ def test_prefills_count_where_they_were_made() -> None:
     assert north.prefills_rps == pytest.approx(0.25, abs=0.02)
 
 
+def test_prefills_after_the_measured_window_do_not_count() -> None:
+    """Otherwise an overloaded cluster would seem to prefill as many requests as arrive."""
+    calm = two_homes()
+    first = calm.requests.first_token_s.copy()
+    first[60:] += 1000.0
+    late = replace(calm, requests=replace(calm.requests, first_token_s=first))
+    (north,) = summarise_prfaas_clusters(late)
+    (link,) = summarise_links(late)
+    east, _ = summarise_pd_clusters(late, LEVEL)
+    assert north.prefills_rps == link.prefills_rps == pytest.approx(12 / 89)
+    assert north.prefills_rps < east.throughput_rps == pytest.approx(25 / 89)
+
+
+def test_the_first_plans_are_no_changes() -> None:
+    made = two_homes()
+    first = made.plans[0]
+    assert replace(made, plans=(first, first)).plan_changes == ()
+    assert replace(made, plans=(first, first, first)).plan_changes == (first,)
+
+
 def test_a_link_has_its_own_requests_and_bits() -> None:
     (link,) = summarise_links(two_homes())
     assert (link.source, link.target, link.capacity_gbps) == ("north", "east", 10.0)

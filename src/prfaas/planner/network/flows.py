@@ -29,6 +29,9 @@ _SETTLED = 1e-9
 # growth, so that a programme always has a solution, and prices that show which thresholds help.
 _MISSING_PRICE = 1e6
 _MISSING = 1e-8  # of a home's rate: rounding
+# HiGHS takes a use of capacity below 1e-9 for 0. A home with so little traffic would seem to need
+# nothing, and to grow without a limit.
+_MOST_GROWTH = 1e9
 
 
 class Cut(NamedTuple):
@@ -97,6 +100,7 @@ class FlowProgram:
             np.where(self._capacity > 0, 1.0, 0.0),
             balance,
             np.array([0.0 if growing[home] else 1.0 for home in homes]),
+            most=np.where(np.arange(len(objective)) == flows, _MOST_GROWTH, math.inf),
         )
         assert found is not None, "all requests may be missing"
         prices = np.zeros(len(self.homes))
@@ -126,6 +130,8 @@ class FlowProgram:
         objective = np.zeros(flows + 1)
         objective[flows] = 1.0
         unsettled = (uses > 0).any(axis=1) & (self._capacity > 0)
+        # Where few requests are offloaded all uses are small, but HiGHS takes small ones for 0.
+        uses = uses / (uses[unsettled].max(initial=0.0) or 1.0)
         limit = np.zeros(len(uses))  # of the settled resources
         while unsettled.any():
             found = self._solve(
@@ -196,16 +202,24 @@ class FlowProgram:
         return list(zip(self.pools_of[home], self.paths_of[home], strict=True))
 
     def _solve(
-        self, objective: Array, uses: Array, limits: Array, balance: Array, sums: Array
+        self,
+        objective: Array,
+        uses: Array,
+        limits: Array,
+        balance: Array,
+        sums: Array,
+        most: Array | None = None,
     ) -> OptimizeResult | None:
-        """None: no flows are within the limits."""
+        """`most`: an upper bound of each column. None: no flows are within the limits."""
         self.solved += 1
+        upper = np.full(len(objective), math.inf) if most is None else most
         found = linprog(
             objective,
             A_ub=uses,
             b_ub=limits,
             A_eq=balance,
             b_eq=sums,
+            bounds=[(0.0, limit) for limit in upper.tolist()],
             method="highs",
             options={
                 "primal_feasibility_tolerance": _TOLERANCE,

@@ -90,16 +90,20 @@ class NetworkPlanner:
         return FlowProgram([self.work(home) for home in problem.homes], problem.prfaas_pools)
 
     def _raise_for_no_rate(self, problem: NetworkProblem) -> None:
-        names = []
+        stuck = []
         for home in problem.homes:
             alone = NetworkProblem((Home(1.0, home.problem),))
             if self.rate_rps(alone) <= 0:
-                names.append(home.cluster)
+                stuck.append(home)
+        names = " and ".join(home.cluster for home in stuck) or "all pd clusters"
+        fix = "a link from a prfaas cluster"
+        if all(home.problem.remotes for home in stuck):  # the threshold keeps requests local
+            fix = "remove scheduler.threshold_tokens"
         raise InputError(
-            f"no instance can prefill for {' and '.join(names) or 'all pd clusters'} with this "
-            "split and threshold: the largest rate is 0",
+            f"no instance can prefill for {names} with this split and threshold: the largest rate "
+            "is 0",
             where="clusters",
-            fix="give the pd cluster a prefill instance, or a link from a prfaas cluster",
+            fix=f"give the pd cluster a prefill instance, or {fix}",
         )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prfaas.sim.results.result import Array, Flags, Result
+from prfaas.sim.results.result import Array, Result
 from prfaas.sim.results.service_level import ServiceLevel
 
 
@@ -31,7 +31,7 @@ class PdClusterSummary:
 @dataclass(frozen=True, slots=True)
 class PrfaasClusterSummary:
     cluster: str
-    prefills_rps: float
+    prefills_rps: float  # of requests with a first token in the window, as `throughput_rps`
     utilisation: float
 
 
@@ -56,7 +56,6 @@ def summarise_pd_clusters(result: Result, level: ServiceLevel) -> tuple[PdCluste
     start_s, stop_s = result.window_s
     seconds = stop_s - start_s
     busy = {use.role: use.utilisation for use in result.roles}
-    served = (rows.first_token_s >= start_s) & (rows.first_token_s < stop_s)
     good = (rows.ttft_s <= level.ttft_s) & (rows.tpot_s <= level.tpot_s * (1 + 1e-9))
     names = [cluster.name for cluster in result.clusters if cluster.kind == "pd"]
     made = []
@@ -70,8 +69,8 @@ def summarise_pd_clusters(result: Result, level: ServiceLevel) -> tuple[PdCluste
                 cluster=name,
                 requests=int(here.sum()),
                 arrivals_rps=float((here & (rows.arrival_s >= start_s)).sum()) / seconds,
-                throughput_rps=float((here & served).sum()) / seconds,
-                goodput_rps=float((here & served & good).sum()) / seconds,
+                throughput_rps=result.rate_rps(here),
+                goodput_rps=result.rate_rps(here & good),
                 ttft_mean_s=_mean(ttft_s),
                 ttft_p90_s=float(np.quantile(ttft_s, 0.9)) if ttft_s.size else np.nan,
                 offload_fraction=_mean(rows.offloaded[answered].astype(float)),
@@ -89,7 +88,7 @@ def summarise_prfaas_clusters(result: Result) -> tuple[PrfaasClusterSummary, ...
     return tuple(
         PrfaasClusterSummary(
             cluster.name,
-            _rate(result, result.requests.prefill_cluster == number),
+            result.rate_rps(result.requests.prefill_cluster == number),
             busy.get(cluster.name, 0.0),
         )
         for number, cluster in enumerate(result.clusters)
@@ -108,14 +107,9 @@ def summarise_links(result: Result) -> tuple[LinkSummary, ...]:
         used = rows.prefill_cluster == numbers[source]
         used &= rows.decode_cluster == numbers[target]
         peak = float(gbps.max(initial=0.0))
-        rps = _rate(result, used)
+        rps = result.rate_rps(used)
         made.append(LinkSummary(source, target, rps, _mean(gbps), peak, bps / 1e9))
     return tuple(made)
-
-
-def _rate(result: Result, chosen: Flags) -> float:
-    start_s, stop_s = result.window_s
-    return float((chosen & result.measured).sum()) / (stop_s - start_s)
 
 
 def _mean(values: Array) -> float:

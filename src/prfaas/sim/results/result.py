@@ -112,7 +112,7 @@ class Result:
     series: Series
     roles: tuple[RoleUse, ...]
     stages: tuple[StageBacklog, ...]
-    plans: tuple[PlanChange, ...]  # the first is the plan the run began with
+    plans: tuple[PlanChange, ...]  # first those that the run began with, one per PD cluster
     copies: int  # of cached prefixes between nodes
     copied_bytes: int
     remainders: int  # that decode nodes prefilled
@@ -122,20 +122,26 @@ class Result:
     window_s: tuple[float, float]
 
     @property
+    def plan_changes(self) -> tuple[PlanChange, ...]:
+        """The plans that the long-term loop made."""
+        homes = sum(cluster.kind == "pd" for cluster in self.clusters)
+        return self.plans[homes:]
+
+    @property
     def throughput_rps(self) -> float:
         """First tokens per second, over the measured window."""
-        return self._rate(np.ones(len(self.requests.arrival_s), dtype=bool))
+        return self.rate_rps(np.ones(len(self.requests.arrival_s), dtype=bool))
 
     @property
     def served_rps(self) -> float:
         """First tokens per second of requests that also arrived in the measured window. A backlog
         from before the window raises `throughput_rps` of the policy that built it, but not this."""
-        return self._rate(self.requests.arrival_s >= self.window_s[0])
+        return self.rate_rps(self.requests.arrival_s >= self.window_s[0])
 
     def goodput_rps(self, ttft_s: Array | float, tpot_s: float) -> float:
         """First tokens per second of requests that met both limits of the service level."""
         rows = self.requests
-        return self._rate((rows.ttft_s <= ttft_s) & (rows.tpot_s <= tpot_s * (1 + 1e-9)))
+        return self.rate_rps((rows.ttft_s <= ttft_s) & (rows.tpot_s <= tpot_s * (1 + 1e-9)))
 
     @property
     def measured(self) -> Flags:
@@ -155,7 +161,8 @@ class Result:
     def stable(self) -> bool:
         return self.bottleneck is None and not np.isnan(self.requests.first_token_s).any()
 
-    def _rate(self, counted: Flags) -> float:
+    def rate_rps(self, counted: Flags) -> float:
+        """First tokens per second of these requests, over the measured window."""
         start, stop = self.window_s
         at = self.requests.first_token_s
         inside = counted & (at >= start) & (at < stop)

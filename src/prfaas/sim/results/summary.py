@@ -99,7 +99,7 @@ def summarise(result: Result, level: ServiceLevel) -> Summary:
         hit_rate=int(rows.hit_tokens[measured].sum()) / prompt_tokens if prompt_tokens else np.nan,
         copied_gb=result.copied_bytes / 1e9,
         utilisation={use.role: use.utilisation for use in result.roles},
-        plan_changes=len(result.plans) - 1,
+        plan_changes=len(result.plan_changes),
         stable=result.stable,
         behind=None if lagging is None else LaggingStage(lagging.name, lagging.growth_s_per_s),
         pd_clusters=summarise_pd_clusters(result, level),
