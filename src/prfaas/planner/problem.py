@@ -95,7 +95,7 @@ def build_problem(
     locals_ = deployment.of_kind("pd")
     if len(locals_) > 1:
         raise InputError(
-            f"{len(locals_)} pd clusters; only `prfaas plan` takes more than one",
+            f"{len(locals_)} pd clusters, and this command takes one",
             where="clusters",
             fix="keep one pd cluster and the prfaas clusters that have a link to it",
         )

@@ -59,7 +59,7 @@ def route(request: Request, view: View, plan: Plan, state: ShortTermState) -> Ro
         case "local":
             option, reason = _first(request, view, [view.local, *remotes], "policy local")
         case "remote":
-            option, reason = _first(request, view, [*remotes, view.local], "policy remote")
+            option, reason, credits = _remote(request, view, plan, remotes)
     if option is None:
         return Hold(reason, None, 0.0, request.arrived_s)
     # A remainder takes no prefill node, so that it does not wait for one.
@@ -135,6 +135,21 @@ def _paper(
             return _Decided(near, _KEPT)
         return _Decided(turn, _NOT_KEPT, credits)
     return _Decided(turn, _LONG, credits)
+
+
+def _remote(request: Request, view: View, plan: Plan, remotes: Sequence[ClusterView]) -> _Decided:
+    """Every request is offloaded, and the plan's shares say to which PrfaaS cluster."""
+    reason = "policy remote"
+    far = [
+        found
+        for remote in remotes
+        if (found := best_option(request, remote, view, prefix_within(remote, view))) is not None
+    ]
+    if not far:
+        return _Decided(*_first(request, view, [view.local], reason))
+    uncached = request.prompt_tokens - max(option.cached_tokens for option in far)
+    turn, credits = _whose_turn(far, uncached, view, plan)
+    return _Decided(turn, reason, credits)
 
 
 def _whose_turn(

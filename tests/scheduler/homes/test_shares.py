@@ -14,22 +14,32 @@ from prfaas.types import ClusterId, LinkStats
 from tests.scheduler.homes.networks import EAST, LONG, NORTH, PLANS, SOUTH, WEST, board
 
 PAPER = ShortTermState(SchedulerSection(policy="paper"))
+REMOTE = ShortTermState(SchedulerSection(policy="remote"))
 
 
-def send(seen: Board, plan: Plan, tokens: int = LONG, home: ClusterId = EAST) -> Route:
-    taken = route(Request(1, tokens), seen.view(0.0, {}, {}, home), plan, PAPER)
+def send(
+    seen: Board,
+    plan: Plan,
+    tokens: int = LONG,
+    home: ClusterId = EAST,
+    state: ShortTermState = PAPER,
+) -> Route:
+    taken = route(Request(1, tokens), seen.view(0.0, {}, {}, home), plan, state)
     assert isinstance(taken, Route)
     seen.record_dispatch(taken, 0.0, 0.0)
     return taken
 
 
 @pytest.mark.parametrize("shares", [(0.5, 0.5), (0.9, 0.1), (0.995, 0.005)])
-def test_paper_sends_each_cluster_its_share_of_the_tokens(shares: tuple[float, float]) -> None:
+@pytest.mark.parametrize("state", [PAPER, REMOTE], ids=["paper", "remote"])
+def test_each_cluster_gets_its_share_of_the_tokens(
+    state: ShortTermState, shares: tuple[float, float]
+) -> None:
     plan, seen = replace(PLANS[EAST], shares=shares), board()
     sent = {NORTH: 0, SOUTH: 0}
     for count in range(400):
         tokens = LONG - 7 * (count % 50)
-        sent[send(seen, plan, tokens).cluster] += tokens
+        sent[send(seen, plan, tokens, state=state).cluster] += tokens
         for cluster, share in zip((NORTH, SOUTH), shares, strict=True):
             assert abs(sent[cluster] - share * sum(sent.values())) <= LONG
 
