@@ -7,8 +7,9 @@ accelerators. Sizes, shares of traffic, lengths and links are drawn; links may b
 arrive faster than they can be served, under `paper` and under `adaptive`, without replanning. The
 plan is for the lengths and shares of the requests that were drawn. The rate counts every request
 until the last first token, so the run must be long against the longest prefill, which takes up to a
-minute. Goal: between 97% and 103% of the plan's rate on every deployment. A rate above that would
-mean that the simulator serves what the planner takes for impossible.
+minute. Goal: at least 97% of the plan's rate on every deployment, and under `paper`, which follows
+the plan's thresholds and shares, at most 103%: more would mean that the simulator serves what the
+planner takes for impossible. For `adaptive`, which is not tied to them, the plan is no bound.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ def main() -> None:
     rows = [measure(seed, options.seconds, study) for seed in seeds]
     least = {policy: min(row[policy] for row in rows) for policy in POLICIES}
     most = {policy: max(row[policy] for row in rows) for policy in POLICIES}
-    met = min(least.values()) >= GOAL and max(most.values()) <= 2 - GOAL
+    met = min(least.values()) >= GOAL and most["paper"] <= 2 - GOAL
     report = {"goal": GOAL, "met": met, "least": least, "most": most, "deployments": rows}
     print(json.dumps(report, indent=2))
 
