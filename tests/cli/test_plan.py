@@ -312,7 +312,7 @@ def test_hardware_of_ones_own(prfaas: Run, tmp_path: Path) -> None:
             '[[clusters]]\nname = "pd"',
             '[[clusters]]\nname = "pd2"\nkind = "pd"\naccelerator = "h20"\ngpus = 8\n'
             'gpus_per_instance = 8\n[[clusters]]\nname = "pd"',
-            "clusters: 2 pd clusters",
+            "clusters: no instance can prefill for pd2",
         ),
     ],
 )
@@ -358,3 +358,22 @@ def test_a_missing_file(prfaas: Run, tmp_path: Path) -> None:
     result = prfaas("plan", tmp_path / "none.toml")
     assert (result.code, result.out) == (2, "")
     assert result.err == f"error: {tmp_path}/none.toml: no such file; check the path\n"
+
+
+TWO_BY_TWO = CASE_STUDY.with_name("two_by_two.toml")
+
+
+def test_several_pd_clusters_are_planned_together(prfaas: Run) -> None:
+    report = prfaas("plan", TWO_BY_TWO, "--json").json
+    for cluster in report["clusters"]:
+        assert {"threshold_tokens", "split", "rate_rps"} <= set(cluster)
+    for flow in report["flows"]:
+        assert {"from", "to", "rps", "gbps"} <= set(flow)
+    assert report["binding"] and report["estimated"] == []
+    assert "the link south -> east" in prfaas("plan", TWO_BY_TWO).out.replace("\n", " ")
+
+
+def test_options_of_one_pd_cluster_are_refused_for_several(prfaas: Run) -> None:
+    result = prfaas("plan", TWO_BY_TWO, "--map")
+    assert result.code == 2
+    assert "--map: this option is for deployments with one pd cluster" in result.err

@@ -192,3 +192,44 @@ def test_a_baseline_that_cannot_be_made_says_why(prfaas: Prfaas, tmp_path: Path)
     result = prfaas("simulate", alone, "--baseline", "naive")
     assert result.code == 2
     assert "no prfaas cluster" in result.err
+
+
+def test_several_pd_clusters_are_shown_per_cluster_and_per_link(prfaas: Prfaas) -> None:
+    run = ("simulate", CASE_STUDY.with_name("two_by_two.toml"), "--requests", 200)
+    report = prfaas(*run, "--policy", "paper", "--json").json["runs"]["paper"]
+    assert [pd["cluster"] for pd in report["pd_clusters"]] == ["east", "west"]
+    assert sum(pd["requests"] for pd in report["pd_clusters"]) == 200
+    served = sum(pd["throughput_rps"] for pd in report["pd_clusters"])
+    assert served == pytest.approx(report["throughput_rps"])
+    assert [one["cluster"] for one in report["prfaas_clusters"]] == ["north", "south"]
+    ends = {(link["source"], link["target"]) for link in report["links"]}
+    assert ends == {(a, b) for a in ("north", "south") for b in ("east", "west")}
+    carried = sum(link["gbps"] for link in report["links"])
+    assert carried == pytest.approx(report["egress_gbps"]["mean"])
+    for one in report["prfaas_clusters"]:
+        of = [link["prefills_rps"] for link in report["links"] if link["source"] == one["cluster"]]
+        assert one["prefills_rps"] == pytest.approx(sum(of))
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--baseline", "naive"), "baselines have one pd cluster"),
+        (("--trace", "none.jsonl"), "at which of several pd clusters"),
+    ],
+)
+def test_what_needs_one_pd_cluster_says_so(
+    prfaas: Prfaas, flags: tuple[str, str], words: str
+) -> None:
+    result = prfaas("simulate", CASE_STUDY.with_name("two_by_two.toml"), *flags)
+    assert result.code == 2 and words in result.err
+
+
+def test_a_link_trace_of_an_unknown_link_names_the_links(prfaas: Prfaas, tmp_path: Path) -> None:
+    two_by_two = CASE_STUDY.with_name("two_by_two.toml")
+    trace = tmp_path / "links.csv"
+    trace.write_text("10,0,north,nowhere\n")
+    result = prfaas("simulate", two_by_two, "--requests", "2", "--link-trace", trace)
+    assert result.code == 2
+    assert "there is no link north,nowhere from a prfaas cluster; name one of" in result.err
+    assert "north,east; south,east; north,west; south,west" in result.err

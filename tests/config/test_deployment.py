@@ -171,3 +171,94 @@ def test_missing_and_unreadable_files(tmp_path: Path) -> None:
     broken.write_text("[model\n")
     with pytest.raises(InputError, match="not valid TOML.*line 1"):
         load_deployment(broken)
+
+
+TWO_BY_TWO = CASE_STUDY.with_name("two_by_two.toml")
+
+
+def several(*changes: tuple[str, Any]) -> dict[str, Any]:
+    """The deployment of two PD clusters, `east` (0) and `west` (1), with changed keys."""
+    raw: Any = tomllib.loads(TWO_BY_TWO.read_text())
+    for path, value in changes:
+        at = raw
+        *parents, last = path.split(".")
+        for part in parents:
+            at = at[int(part)] if isinstance(at, list) else at[part]
+        if value is None:
+            del at[last]
+        else:
+            at[last] = value
+    return raw  # type: ignore[no-any-return]
+
+
+def test_pd_clusters_have_shares_and_workloads() -> None:
+    deployment = load_deployment(TWO_BY_TWO)
+    east, west = deployment.of_kind("pd")
+    assert deployment.traffic_shares == {"east": 0.6, "west": 0.4}
+    assert deployment.workload_of(east) == deployment.workload
+    assert deployment.workload_of(west) == west.workload != deployment.workload
+
+
+def test_without_shares_each_pd_cluster_has_the_same() -> None:
+    raw = several(("clusters.0.traffic_share", None), ("clusters.1.traffic_share", None))
+    assert parse_deployment(raw, "d.toml").traffic_shares == {"east": 0.5, "west": 0.5}
+    assert load_deployment(CASE_STUDY).traffic_shares == {"pd": 1.0}
+    rounded = several(("clusters.0.traffic_share", 0.666), ("clusters.1.traffic_share", 0.333))
+    shares = parse_deployment(rounded, "d.toml").traffic_shares
+    assert sum(shares.values()) == 1 and shares["east"] == pytest.approx(2 / 3)
+
+
+def test_a_missing_link_is_allowed_where_another_exists() -> None:
+    raw = several()
+    raw["links"] = [
+        link for link in raw["links"] if (link["from"], link["to"]) != ("north", "west")
+    ]
+    deployment = parse_deployment(raw, "d.toml")
+    assert deployment.link("north", "west") is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            [("clusters.1.traffic_share", 0.5)],
+            r"clusters\.1\.traffic_share: the shares of the pd clusters sum to 1\.1; change them",
+        ),
+        (
+            [("clusters.1.traffic_share", None)],
+            r"clusters\.1\.traffic_share: is missing, .*; set it .*; the others leave 0\.4",
+        ),
+        ([("clusters.1.traffic_share", 0)], r"clusters\.1\.traffic_share: expected `float` > 0"),
+        (
+            [("clusters.2.traffic_share", 0.1)],
+            r"clusters\.2\.traffic_share: no request arrives at a prfaas cluster; remove it",
+        ),
+        (
+            [("clusters.3.workload", RAW["workload"])],
+            r"clusters\.3\.workload: no request arrives at a prfaas cluster",
+        ),
+        (
+            [("clusters.1.workload.min_tokens", 200_000)],
+            r"clusters\.1\.workload\.min_tokens: 200000 is above max_tokens",
+        ),
+        (
+            [("clusters.1.workload.sigmma", 1)],
+            r"clusters\.1\.workload\.sigmma: unknown key; did you",
+        ),
+        (
+            [("clusters.1.workload.kind", "normal")],
+            r"clusters\.1\.workload\.kind: .*; use one of: ",
+        ),
+    ],
+)
+def test_wrong_traffic_is_named_with_its_fix(changes: list[tuple[str, Any]], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        parse_deployment(several(*changes), "d.toml")
+
+
+def test_the_only_pd_cluster_has_the_workload_of_the_file() -> None:
+    raw = varied("clusters.1.workload", RAW["workload"])
+    with pytest.raises(InputError, match=r"clusters\.1\.workload: the only pd cluster .*; write"):
+        parse_deployment(raw, "d.toml")
+    with pytest.raises(InputError, match=r"clusters\.1\.traffic_share: .* sum to 0\.5"):
+        parse_deployment(varied("clusters.1.traffic_share", 0.5), "d.toml")

@@ -47,6 +47,16 @@ def test_the_case_study_and_a_mixture() -> None:
         assert again(deployment) == deployment
 
 
+def test_workloads_of_pd_clusters() -> None:
+    deployment = load_deployment(CASE_STUDY.with_name("two_by_two.toml"))
+    assert again(deployment) == deployment
+    mixed = parse_deployment(tomllib.loads(MIXED), "x").workload
+    east, west, *others = deployment.clusters
+    clusters = [east, msgspec.structs.replace(west, workload=mixed), *others]
+    changed = msgspec.structs.replace(deployment, clusters=clusters)
+    assert again(changed) == changed
+
+
 def test_nodes_and_keys() -> None:
     deployment = load_deployment(CASE_STUDY)
     nodes = [Node("http://a:1", "http://a:2", "r:1"), Node("http://b:1", "http://b:2")]

@@ -8,7 +8,7 @@ from prfaas.scheduler.board import Board, NodeReport
 from prfaas.scheduler.request import CacheCopy, Route
 from prfaas.scheduler.view import LinkView, NodeView, exclude_nodes
 from prfaas.types import LinkStats, NodeId
-from tests.scheduler.views import BACK, COSTS, FAR, LOCAL, NEAR, OUT, REMOTE
+from tests.scheduler.views import BACK, COSTS, FAR, LOCAL, NEAR, OUT, REMOTE, books
 
 
 def board() -> Board:
@@ -23,7 +23,9 @@ def board() -> Board:
 
 def way(prefill: NodeId = REMOTE[0], seconds: float = 2.0, copies: tuple = ()) -> Route:
     cluster = FAR if prefill in REMOTE else NEAR
-    return Route(cluster, prefill, LOCAL[2], cluster == FAR, 0, 100, 1000, seconds, copies, "test")
+    return Route(
+        cluster, prefill, NEAR, LOCAL[2], cluster == FAR, 0, 100, 1000, seconds, copies, "test"
+    )
 
 
 def seen(subject: Board, name: NodeId, now_s: float = 0.0) -> NodeView:
@@ -33,7 +35,7 @@ def seen(subject: Board, name: NodeId, now_s: float = 0.0) -> NodeView:
 
 def test_dispatches_count_at_once() -> None:
     subject = board()
-    before = subject.view(10.0, {}, {})
+    links, nodes = subject.view(10.0, {}, {}).links, subject.view(10.0, {}, {}).remotes[0].nodes
     for _ in range(2):
         subject.record_dispatch(way(), 5e8, 10.0)
     assert seen(subject, REMOTE[0]).free_at_s == 14.0
@@ -41,13 +43,12 @@ def test_dispatches_count_at_once() -> None:
     assert seen(subject, LOCAL[2]).active == 2
     assert seen(subject, LOCAL[2]).free_kv_bytes == 0
     assert subject.view(10.0, {}, {}).links[OUT].pending_bytes == 2000
-    assert before.links[OUT].pending_bytes == 0, "a view is a snapshot"
-    assert before.remotes[0].nodes[0].queued == 0
+    assert links[OUT].pending_bytes == 0 and nodes[0].queued == 0, "these are snapshots"
 
 
 def test_a_request_leaves_the_board_in_steps() -> None:
     subject = board()
-    start = subject.view(0.0, {}, {})
+    start = books(subject)
     for end in ("landed", "given up"):
         subject.record_dispatch(way(), 5e8, 10.0)
         if end == "landed":
@@ -59,7 +60,7 @@ def test_a_request_leaves_the_board_in_steps() -> None:
         else:
             subject.record_failure(way(), 5e8)
         subject.forget_work(REMOTE[0])
-        assert subject.view(0.0, {}, {}) == start
+        assert books(subject) == start
 
 
 def test_copies_delay_the_start() -> None:
@@ -126,7 +127,7 @@ def test_nodes_join_and_leave() -> None:
     new = NodeId("new")
     subject.join(NEAR, new)
     assert seen(subject, new) == NodeView(new, "prefill", True, -math.inf, 0, 0, 4, 1e9)
-    start = subject.view(0.0, {}, {})
+    before = seen(subject, LOCAL[2])
     subject.record_dispatch(way(LOCAL[0]), 5e8, 10.0)
     assert not subject.leave(LOCAL[0]), "it still has a prefill of ours"
     assert not subject.leave(LOCAL[2]), "it is to decode it"
@@ -136,7 +137,7 @@ def test_nodes_join_and_leave() -> None:
     subject.record_end(way(LOCAL[0]), 5e8)
     subject.assign(new, "decode", usable=False)
     assert subject.node(new).role == "decode" and not subject.node(new).usable
-    assert seen(subject, LOCAL[2]) == start.local.nodes[2], "places have shifted, accounts have not"
+    assert seen(subject, LOCAL[2]) == before, "places have shifted, accounts have not"
     assert subject.own_decodes(LOCAL[2]) == 0
 
 

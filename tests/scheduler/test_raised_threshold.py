@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from prfaas.config.deployment import PaperSection, SchedulerSection
 from prfaas.scheduler.congestion import LinkHealth, LinkVerdict
 from prfaas.scheduler.forecast import forecast
+from prfaas.scheduler.lookup.prefixes import group_prefixes
 from prfaas.scheduler.options import Option
 from prfaas.scheduler.request import Request, Route
 from prfaas.scheduler.short_term import adjust, route
@@ -81,7 +82,7 @@ def views(draw: st.DrawFn) -> View:
         remotes=remotes,
         links={way: draw(links) for way in ways},
         costs=replace(COSTS, prefill_s=PREFILL_S),
-        cached=draw(st.just({}) | st.dictionaries(st.sampled_from(names), hits)),
+        cached=group_prefixes(draw(st.just({}) | st.dictionaries(st.sampled_from(names), hits))),
         held={},
     )
 

@@ -52,7 +52,7 @@ def rules(policy: str = "adaptive", **remainders: float) -> ShortTermState:
 
 def with_node(seen: View, name: NodeId, **changes: float) -> View:
     nodes = tuple(n._replace(**changes) if n.node == name else n for n in seen.local.nodes)
-    return seen._replace(local=seen.local._replace(nodes=nodes))
+    return seen._replace(local=seen.local.with_nodes(nodes))
 
 
 def taken(request: Request, seen: View, known: ShortTermState) -> Route:
@@ -166,7 +166,7 @@ def test_decodes_keep_their_share_of_the_time(pauses_s: list[float]) -> None:
     board = Board(COSTS, [(NEAR, LOCAL), (FAR, REMOTE)], links, slots=4)
     for name in LOCAL[2:]:
         board.assign(name, "decode", usable=True)
-    neighbour = Route(NEAR, LOCAL[0], DECODE, False, 0, 0, 0, 0.0, (), "decodes for ever")
+    neighbour = Route(NEAR, LOCAL[0], NEAR, DECODE, False, 0, 0, 0, 0.0, (), "decodes for ever")
     board.record_dispatch(neighbour, 0.0, 0.0)
     board.record_handoff(neighbour)
     now_s, begun = 0.0, list[tuple[float, float]]()

@@ -117,7 +117,7 @@ def test_alone_the_node_with_the_earliest_first_token_serves() -> None:
 def test_alone_a_full_node_is_passed_over() -> None:
     seen = alone(*LOCAL[2:])
     full = [n._replace(active=n.slots) if n.node == LOCAL[2] else n for n in seen.local.nodes]
-    seen = seen._replace(local=seen.local._replace(nodes=tuple(full)))
+    seen = seen._replace(local=seen.local.with_nodes(full))
     found = serve_alone(Request(1, 2000), seen, state("paper"))
     assert isinstance(found, Route) and found.decode == LOCAL[3]
 

@@ -9,9 +9,9 @@ from prfaas.scheduler.congestion import LinkVerdict
 from prfaas.scheduler.request import Request, Route, is_offloadable
 from prfaas.scheduler.short_term import adjust, has_room, route
 from prfaas.scheduler.state import ShortTermState
-from prfaas.scheduler.view import View
+from prfaas.scheduler.view import ClusterView, View
 from prfaas.scheduler.waiting import HeldWork, Hold, length_class
-from prfaas.sim.links import STANDING_S
+from prfaas.sim.network.links import STANDING_S
 from prfaas.types import ClusterId, LinkStats
 from tests.scheduler.views import (
     FAR,
@@ -154,7 +154,7 @@ def test_an_engines_own_cache_is_used_where_it_is_and_not_copied() -> None:
     way = routed(Request(1, 1300), seen, state("paper"))
     assert way.prefill == LOCAL[1] and way.cached_tokens == 640
     assert [(copy.source, copy.tokens) for copy in way.copies] == [(LOCAL[0], 640)]
-    free = routed(Request(1, 1300), view(seen.cached), state("paper"))  # type: ignore[arg-type]
+    free = routed(Request(1, 1300), view(seen.cached), state("paper"))
     assert free.prefill == LOCAL[0] and free.cached_tokens == 1280 and not free.copies
     far = routed(Request(1, 1280 + THRESHOLD + 1), seen, state("paper"))
     assert far.offloaded and far.cached_tokens == 0 and not far.copies
@@ -249,6 +249,31 @@ def test_a_full_link_raises_the_threshold_and_a_clear_one_lowers_it_again() -> N
     calm = after(30, fuller, goodput_bps=0.1e8)
     assert calm.threshold_factor == 1.0
     assert routed(request, waiting, calm).offloaded
+
+
+def test_a_full_link_does_not_raise_the_threshold_while_local_nodes_are_as_busy() -> None:
+    how = state("paper", LinkVerdict.CONGESTED)
+    assert adjust(how, view(), 100.0).threshold_factor > 1
+    busy = view(free_at_s=dict.fromkeys(LOCAL[:2], 120.0))
+    assert adjust(how, busy, 100.0).threshold_factor == 1
+    raised = replace(how, threshold_factor=2.0)
+    assert adjust(raised, busy, 100.0).threshold_factor == 1
+    busier = view(free_at_s={**dict.fromkeys(LOCAL[:2], 120.0), **dict.fromkeys(REMOTE, 140.0)})
+    assert adjust(how, busier, 100.0).threshold_factor > 1, "requests gain from local prefill"
+
+
+def test_one_of_two_full_links_does_not_raise_the_threshold() -> None:
+    other = ClusterId("other")
+    seen = view()
+    both = seen._replace(
+        remotes=(*seen.remotes, ClusterView(other, seen.remotes[0].nodes)),
+        links={**seen.links, (other, NEAR): seen.links[OUT]},
+    )
+    how = state("paper", LinkVerdict.CONGESTED)
+    assert adjust(how, both, 100.0).threshold_factor == 1
+    known = how.links[OUT]
+    how = replace(how, links={**how.links, (other, NEAR): known})
+    assert adjust(how, both, 100.0).threshold_factor > 1
 
 
 def test_a_queue_at_prfaas_raises_the_threshold() -> None:

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from prfaas.config.deployment import SchedulerSection
 from prfaas.planner.problem import Path, Problem
+from prfaas.scheduler.board import Board
 from prfaas.scheduler.congestion import LinkHealth, LinkVerdict
 from prfaas.scheduler.costs import build_costs
+from prfaas.scheduler.lookup.prefixes import CachedPrefix, group_prefixes
 from prfaas.scheduler.plan import Plan, first_plan
 from prfaas.scheduler.request import Request
 from prfaas.scheduler.state import LinkState, ShortTermState
@@ -24,6 +26,7 @@ OUT, BACK = (FAR, NEAR), (NEAR, FAR)
 PROBLEM: Problem = problem(fabric=Path(1e10, 0.0))  # 2 remote nodes, 4 local ones
 LOCAL = tuple(NodeId(f"near-{i}") for i in range(4))
 REMOTE = tuple(NodeId(f"far-{i}") for i in range(2))
+NUMBERS = {name: number for number, name in enumerate(LOCAL + REMOTE)}
 COSTS = build_costs(PROBLEM, 5000)
 PLAN: Plan = first_plan(PROBLEM, LOCAL, SchedulerSection().replan)
 
@@ -41,7 +44,7 @@ def node(name: NodeId, role: str, *, usable: bool = True, free_at_s: float = 0.0
 
 
 def view(
-    cached: Mapping[NodeId, Hit] | None = None,
+    cached: Mapping[NodeId, CachedPrefix] | None = None,
     *,
     dead: frozenset[NodeId] = frozenset(),
     free_at_s: Mapping[NodeId, float] | None = None,
@@ -65,9 +68,15 @@ def view(
         remotes=(ClusterView(FAR, tuple(seen(n, "prefill") for n in REMOTE)),),
         links={OUT: link, BACK: link},
         costs=COSTS,
-        cached=cached or {},
+        cached=group_prefixes(cached or {}, NUMBERS),
         held=held or {},
     )
+
+
+def books(board: Board) -> tuple[object, ...]:
+    """Everything that a board has recorded, as it is now."""
+    seen = board.view(0.0, {}, {})
+    return *(cluster.nodes for cluster in (seen.local, *seen.remotes)), seen.links
 
 
 def state(policy: str, verdict: LinkVerdict = LinkVerdict.CLEAR) -> ShortTermState:

@@ -8,6 +8,7 @@ from prfaas.config.deployment import ReplanSection
 from prfaas.scheduler.plan import first_plan
 from prfaas.sim.config import local_nodes
 from prfaas.sim.results.result import (
+    ClusterName,
     PlanChange,
     Requests,
     Result,
@@ -53,7 +54,12 @@ def result(
             hit_tokens=np.full(count, 250),
             offloaded=np.arange(count) % 4 == 0,
             retries=np.zeros(count, dtype=np.int64),
+            home=np.zeros(count, dtype=np.int64),
+            prefill_cluster=(np.arange(count) % 4 == 0).astype(np.int64),
+            decode_cluster=np.zeros(count, dtype=np.int64),
         ),
+        clusters=(ClusterName("near", "pd"), ClusterName("far", "prfaas")),
+        link_bps={LINK: 1e9},
         series=Series(1.0, {LINK: bits}, {"far": np.zeros(count)}, np.zeros(len(bits))),
         roles=(RoleUse("far", 0.5), RoleUse("decode", 0.25)),
         stages=(StageBacklog("far", growth), StageBacklog("pd_d", growth / 2)),

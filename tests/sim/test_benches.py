@@ -143,3 +143,25 @@ def test_policies_are_compared_and_the_page_is_filled(tmp_path: Path, trace: Pat
         "no place for 'facts'"
         in run_bench("policies_docs", results, "--docs", tmp_path / "docs").stderr
     )
+
+
+@pytest.mark.slow
+def test_scale_compares_the_first_size_with_the_last() -> None:
+    done = run_bench("scale", "--requests", 200, "--nodes", 12, "--nodes", 24)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    for name in ("poisson paper", "poisson adaptive", "sessions paper", "sessions adaptive"):
+        few, many = found[name]["12"], found[name]["24"]
+        assert found[name]["ratio"] > 0 and few["requests"] == many["requests"] > 100
+        assert (many["prefix_reuse"] > 0.3) == name.startswith("sessions")
+
+
+@pytest.mark.slow
+def test_random_regions_are_compared_with_their_plans() -> None:
+    done = run_bench("regions", "--deployments", 1, "--seed", 2, "--seconds", 100)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    (row,) = report["deployments"]
+    assert (row["seed"], row["pd"], row["prfaas"]) == (2, 4, 2)
+    assert report["least"] == {policy: row[policy] for policy in ("paper", "adaptive")}
+    assert 0.5 < min(report["least"].values()) < 1.05

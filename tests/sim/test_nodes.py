@@ -14,7 +14,7 @@ SLOWING = DecodeRate(2, 0.2, (DecodeStep(1, 0.1), DecodeStep(2, 0.2)))
 
 def attempt(index: int) -> Attempt:
     here = ClusterId("c")
-    way = Route(here, NodeId("a"), NodeId("a"), False, 0, 1, 1, 1.0, (), "test")
+    way = Route(here, NodeId("a"), here, NodeId("a"), False, 0, 1, 1, 1.0, (), "test")
     return Attempt(index, way, 0.0)
 
 

@@ -38,13 +38,12 @@ class BlockHolders:
         return len(self._holders)
 
     def new_lanes(self, count: int) -> list[int]:
-        taken = self._live | self._retired
-        lanes: list[int] = []
-        lane = 1
-        while len(lanes) < count:
-            if not lane & taken:
-                lanes.append(lane)
-            lane <<= 1
+        """Adjacent lanes, so that shifts of a mask bring the lanes of one owner together."""
+        starts = free = ~(self._live | self._retired)
+        for more in range(1, count):
+            starts &= free >> more
+        first = starts & -starts
+        lanes = [first << place for place in range(count)]
         self._live |= sum(lanes)
         return lanes
 

@@ -2,7 +2,8 @@
 
 Every (node, group) has one lane in `BlockHolders`. A match walks the prompt's hashes once per block
 size in use and notes where the holders change; it stops where the last full-attention run ends.
-Each node's length is then read off those few places.
+The nodes are then grouped by their lengths, at those few places and with operations on whole masks:
+the cost of a match does not grow with the number of nodes that hold a popular prefix.
 
 The index is fed with `HashEvent`s, which each node numbers without gaps. It applies them in order
 only: it drops an event that it has applied before, and an event that comes too early. It does not
@@ -15,9 +16,9 @@ the next page of events arrives.
 from __future__ import annotations
 
 import logging
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from prfaas.cache.groups import GroupRule
 from prfaas.cache.holders import BlockHolders, Stretch
@@ -56,7 +57,7 @@ class NodeInfo:
 class NodeMatch:
     tokens: int  # every group of the node can resume here
     attention_tokens: int  # what an index without states and windows would claim
-    pool_tokens: int | None = None  # see `scheduler.view.CachedPrefix`
+    pool_tokens: int | None = None  # see `scheduler.lookup.prefixes.CachedPrefix`
     remote_pool_tokens: int | None = None
 
 
@@ -70,27 +71,122 @@ class IndexStats:
     snapshots: int = 0
 
 
+class HolderGroup(NamedTuple):
+    """Nodes with the same match."""
+
+    match: NodeMatch
+    nodes: int  # a bit for each node: see `PrefixIndex.numbers`
+
+
 @dataclass(slots=True)
 class _Member:
     info: NodeInfo
     lanes: dict[str, int]  # group -> bit mask of its lane
-    full_mask: int
-    closing: tuple[tuple[GroupRule, int], ...]  # rule and bit of each closing group
-    closing_mask: int
     next_seq: int
 
+    @property
+    def first_lane(self) -> int:
+        return next(iter(self.lanes.values()))
 
-@dataclass(slots=True)
-class _SameSize:
-    """The members with one block size, and what a match needs to know of all of them."""
 
-    members: list[_Member] = field(default_factory=list)
-    full_mask: int = 0
-    runs_decide: bool = True  # every member has full-attention groups: no run, no hit
+class _Kind:
+    """The members with one block size and the same groups. Their lanes are in the order of the
+    groups, so the mask of a block, shifted by a group's place, has that group's holders at the
+    first lane of each member: there are no loops over members."""
 
-    def update_masks(self) -> None:
-        self.full_mask = sum(member.full_mask for member in self.members)
-        self.runs_decide = all(member.full_mask for member in self.members)
+    __slots__ = ("block_tokens", "closing", "first_lanes", "full", "full_mask")
+
+    def __init__(self, block_tokens: int, rules: Sequence[GroupRule]) -> None:
+        self.block_tokens = block_tokens
+        self.full = [place for place, rule in enumerate(rules) if not rule.closes]
+        self.closing = [(place, rule) for place, rule in enumerate(rules) if rule.closes]
+        self.first_lanes = 0  # of all members
+        self.full_mask = 0  # the lanes of all full-attention groups
+
+    def add(self, first_lane: int) -> None:
+        self.first_lanes |= first_lane
+        for place in self.full:
+            self.full_mask |= first_lane << place
+
+    def remove(self, first_lane: int) -> None:
+        self.first_lanes &= ~first_lane
+        for place in self.full:
+            self.full_mask &= ~(first_lane << place)
+
+    def match(self, stretches: Sequence[Stretch], end: int) -> Iterator[HolderGroup]:
+        """The members that hold something, by their match."""
+        runs = self._runs(stretches, end)
+        if self.closing:
+            yield from self._closed(stretches, end, runs)
+            return
+        for run, nodes in runs:
+            tokens = run * self.block_tokens
+            yield HolderGroup(NodeMatch(tokens, tokens), nodes)
+
+    def _runs(self, stretches: Sequence[Stretch], end: int) -> list[tuple[int, int]]:
+        """Lengths of full-attention runs in blocks, ascending, and the members with that length.
+        The group whose run ends first decides."""
+        alive = self.first_lanes
+        runs: list[tuple[int, int]] = []
+        for first, mask in stretches:
+            held = alive
+            for place in self.full:
+                held &= mask >> place
+            if held != alive:
+                if first:
+                    runs.append((first, alive & ~held))
+                alive = held
+                if not alive:
+                    return runs
+        runs.append((end, alive))
+        return runs
+
+    def _closed(
+        self, stretches: Sequence[Stretch], end: int, runs: list[tuple[int, int]]
+    ) -> Iterator[HolderGroup]:
+        """Cuts each run to the longest length that every closing group of the member can serve.
+
+        Such a length is the end of a stretch: if a length within a stretch can be served, so can
+        the stretch's end, because its blocks have the same holders. So the stretches are tried from
+        the last one back, for all runs that are as long."""
+        size = self.block_tokens
+        pending: list[tuple[int, int]] = []  # runs that no length has been found for
+        waiting = 0  # the members in them
+        stop = end
+        for at in range(len(stretches) - 1, -1, -1):
+            if stretches[at].first == stop:
+                continue  # the walk ended where this stretch begins
+            while runs and runs[-1][0] >= stop:
+                pending.append(runs.pop())
+                waiting |= pending[-1][1]
+            found = self._served(stretches, at, stop, waiting) if waiting else 0
+            if found:
+                waiting &= ~found
+                left = []
+                for run, nodes in pending:
+                    if nodes & found:
+                        attention = run if self.full else stop
+                        yield HolderGroup(NodeMatch(stop * size, attention * size), nodes & found)
+                    if nodes & ~found:
+                        left.append((run, nodes & ~found))
+                pending = left
+            stop = stretches[at].first
+        if self.full:
+            for run, nodes in pending:
+                yield HolderGroup(NodeMatch(0, run * size), nodes)
+
+    def _served(self, stretches: Sequence[Stretch], at: int, stop: int, nodes: int) -> int:
+        """Those of `nodes` whose closing groups can all serve the length `stop`, which is the end
+        of stretch `at`."""
+        for place, rule in self.closing:
+            needed = rule.needs(stop, self.block_tokens)
+            back = at
+            while needed and nodes:
+                nodes &= stretches[back].mask >> place
+                if stretches[back].first <= needed.start:
+                    break
+                back -= 1
+        return nodes
 
 
 class PrefixIndex:
@@ -98,7 +194,8 @@ class PrefixIndex:
         self.stats = IndexStats()
         self._holders = BlockHolders()
         self._members: dict[NodeId, _Member] = {}
-        self._by_size: dict[int, _SameSize] = {}
+        self._kinds: dict[int, dict[tuple[GroupRule, ...], _Kind]] = {}  # by block size
+        self._numbers: dict[NodeId, int] | None = None
         self._warned: set[tuple[str, str]] = set()
 
     # Membership -----------------------------------------------------------------------------------
@@ -110,31 +207,28 @@ class PrefixIndex:
         self.leave(info.node)
         lanes = self._holders.new_lanes(len(info.rules))
         named = {rule.name: lane for rule, lane in zip(info.rules, lanes, strict=True)}
-        closing = tuple((rule, named[rule.name]) for rule in info.rules if rule.closes)
-        member = _Member(
-            info=info,
-            lanes=named,
-            full_mask=sum(named[rule.name] for rule in info.rules if not rule.closes),
-            closing=closing,
-            closing_mask=sum(lane for _, lane in closing),
-            next_seq=next_seq,
-        )
-        self._members[info.node] = member
-        same_size = self._by_size.setdefault(info.block_tokens, _SameSize())
-        same_size.members.append(member)
-        same_size.update_masks()
+        self._members[info.node] = _Member(info, named, next_seq)
+        self._numbers = None
+        kinds = self._kinds.setdefault(info.block_tokens, {})
+        kind = kinds.get(info.rules)
+        if kind is None:
+            kind = kinds[info.rules] = _Kind(info.block_tokens, info.rules)
+        kind.add(lanes[0])
 
     def leave(self, node: NodeId) -> None:
         """Removes a node and every claim about it. Costs nothing: see `sweep`."""
         member = self._members.pop(node, None)
         if member is None:
             return
+        self._numbers = None
         self._holders.retire(sum(member.lanes.values()))
-        same_size = self._by_size[member.info.block_tokens]
-        same_size.members.remove(member)
-        same_size.update_masks()
-        if not same_size.members:
-            del self._by_size[member.info.block_tokens]
+        kinds = self._kinds[member.info.block_tokens]
+        kind = kinds[member.info.rules]
+        kind.remove(member.first_lane)
+        if not kind.first_lanes:
+            del kinds[member.info.rules]
+        if not kinds:
+            del self._kinds[member.info.block_tokens]
 
     def nodes(self) -> Iterator[NodeInfo]:
         return (member.info for member in self._members.values())
@@ -144,7 +238,7 @@ class PrefixIndex:
 
     def block_sizes(self) -> tuple[int, ...]:
         """The sizes a prompt has to be hashed at."""
-        return tuple(self._by_size)
+        return tuple(self._kinds)
 
     # Events ---------------------------------------------------------------------------------------
 
@@ -199,14 +293,43 @@ class PrefixIndex:
 
     # Matching -------------------------------------------------------------------------------------
 
+    @property
+    def numbers(self) -> Mapping[NodeId, int]:
+        """The bit of each node in a `HolderGroup`. Another object after nodes joined or left."""
+        if self._numbers is None:
+            self._numbers = {
+                node: member.first_lane.bit_length() - 1 for node, member in self._members.items()
+            }
+        return self._numbers
+
     def match(self, hashes: Mapping[int, Sequence[BlockHash]]) -> dict[NodeId, NodeMatch]:
         """Per node, how much of the prompt it can resume from. `hashes` has the prompt's chain at
         each of `block_sizes()`; nodes with nothing are left out."""
-        found: dict[NodeId, NodeMatch] = {}
-        for size, same_size in self._by_size.items():
+        groups = self.match_groups(hashes)
+        held = 0
+        for _, nodes in groups:
+            held |= nodes
+        return {
+            node: next(match for match, nodes in groups if nodes >> number & 1)
+            for node, number in self.numbers.items()
+            if held >> number & 1
+        }
+
+    def match_groups(self, hashes: Mapping[int, Sequence[BlockHash]]) -> list[HolderGroup]:
+        """The same, by match. The cost does not depend on the number of nodes, apart from the
+        length of the masks. No node is in two groups."""
+        found: list[HolderGroup] = []
+        for size, kinds in self._kinds.items():
             chain = hashes.get(size)
-            if chain:
-                self._match_size(chain, same_size, found)
+            if not chain:
+                continue
+            full_mask = 0
+            for kind in kinds.values():
+                full_mask |= kind.full_mask
+            runs_decide = all(kind.full for kind in kinds.values())
+            stretches, end = self._holders.stretches(chain, full_mask, runs_decide)
+            for kind in kinds.values():
+                found += kind.match(stretches, end)
         return found
 
     def __len__(self) -> int:
@@ -227,66 +350,23 @@ class PrefixIndex:
         """Asserts every invariant."""
         members = self._members
         self._holders.check([lane for member in members.values() for lane in member.lanes.values()])
+        lanes: dict[tuple[int, tuple[GroupRule, ...]], int] = {}
         for node, member in members.items():
-            assert member.info.node == node
-            assert member in self._by_size[member.info.block_tokens].members
-        assert sum(len(same.members) for same in self._by_size.values()) == len(members)
-        for same in self._by_size.values():
-            assert same.full_mask == sum(member.full_mask for member in same.members)
-            assert same.runs_decide == all(member.full_mask for member in same.members)
-
-    def _match_size(
-        self,
-        chain: Sequence[BlockHash],
-        same_size: _SameSize,
-        found: dict[NodeId, NodeMatch],
-    ) -> None:
-        stretches, end = self._holders.stretches(chain, same_size.full_mask, same_size.runs_decide)
-        first = stretches[0].mask
-        for member in same_size.members:
-            # A node without the first block of every run has nothing to resume from.
-            if first & member.full_mask == member.full_mask:
-                match = _match_member(member, stretches, end)
-                if match.attention_tokens:
-                    found[member.info.node] = match
+            info = member.info
+            assert info.node == node and list(member.lanes) == [rule.name for rule in info.rules]
+            key = (info.block_tokens, info.rules)
+            lanes[key] = lanes.get(key, 0) | member.first_lane
+        kinds = {
+            (size, rules): kind
+            for size, same_size in self._kinds.items()
+            for rules, kind in same_size.items()
+        }
+        assert lanes == {key: kind.first_lanes for key, kind in kinds.items()}
+        for (_, rules), kind in kinds.items():
+            full = [place for place, rule in enumerate(rules) if not rule.closes]
+            assert kind.full_mask == sum(kind.first_lanes << place for place in full)
 
     def _warn_once(self, about: str, node: str, detail: object) -> None:
         if (about, node) not in self._warned:
             self._warned.add((about, node))
             _LOG.warning("cache events %s: node %s (%s); logged once", about, node, detail)
-
-
-def _match_member(member: _Member, stretches: Sequence[Stretch], end: int) -> NodeMatch:
-    size = member.info.block_tokens
-    run = end
-    if member.full_mask:
-        # The group whose run ends first decides.
-        wanted = member.full_mask
-        run = next((first for first, mask in stretches if mask & wanted != wanted), end)
-    length = run
-    if member.closing:
-        length = _closing_length(member, stretches, run)
-    return NodeMatch(length * size, (run if member.full_mask else length) * size)
-
-
-def _closing_length(member: _Member, stretches: Sequence[Stretch], run: int) -> int:
-    """The longest length within `run` blocks that every closing group of the node can serve."""
-    if all(rule.kind == "linear" for rule, _ in member.closing):
-        wanted = member.closing_mask
-        stop = run
-        for first, mask in reversed(stretches):
-            if first < run and mask & wanted == wanted:
-                return stop
-            stop = min(stop, first)
-        return 0
-    starts = [stretch.first for stretch in stretches]
-    length, before = run, -1
-    while length != before:
-        before = length
-        for rule, lane in member.closing:
-
-            def has(block: int, unneeded: int, lane: int = lane) -> bool:
-                return stretches[bisect_right(starts, block) - 1].mask & lane != 0
-
-            length = rule.longest(has, length, member.info.block_tokens)
-    return length

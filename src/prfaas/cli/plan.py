@@ -7,9 +7,10 @@ from pathlib import Path
 
 import click
 
-from prfaas.config import parse_deployment
+from prfaas.config import Deployment, parse_deployment
 from prfaas.config.strict import parse_toml, read_text
 from prfaas.display.console import console, print_json, with_progress
+from prfaas.display.flow_tables import network_tables
 from prfaas.display.gain_map_table import gain_map_notes, gain_map_tables
 from prfaas.display.plan_tables import (
     comparison_table,
@@ -21,8 +22,14 @@ from prfaas.display.plan_tables import (
 )
 from prfaas.errors import InputError
 from prfaas.planner.curves import Reading
-from prfaas.planner.report import comparison_as_dict, estimated_times, estimates_as_dict
+from prfaas.planner.report import (
+    comparison_as_dict,
+    estimated_in_network,
+    estimated_times,
+    estimates_as_dict,
+)
 from prfaas.studies.gain_map import deployment_map
+from prfaas.studies.network_plans import NetworkStudy
 from prfaas.studies.plan_comparison import compare, read_published
 from prfaas.studies.problem_files import Study
 from prfaas.studies.sweep import run_sweep
@@ -82,6 +89,12 @@ def plan(
       equal_cost   one PD cluster of GPUs of the local kind that costs the same
       naive        the same hardware, with every prefill remote and no threshold
 
+    With several PD clusters the plan has a threshold and a split for each of them, the requests
+    that each PrfaaS cluster prefills for each PD cluster, what limits the total rate, and what one
+    more instance or Gbit/s would add. Its baselines are other ones: the PD clusters alone, at most
+    one PrfaaS cluster for each PD cluster, and the same GPUs or money in PD clusters. It has no
+    TTFT and no ranges.
+
     Where the catalog has no profile of the model on an accelerator, its times are estimated. The
     plan then shows ranges, and says which measurement narrows them most.
 
@@ -89,6 +102,7 @@ def plan(
       prfaas plan configs/case_study.toml
       prfaas plan configs/case_study.toml --reading exact --load 2.5
       prfaas plan configs/case_study.toml --map
+      prfaas plan configs/two_by_two.toml
       prfaas plan configs/case_study.toml --sweep links.0.gbps=5,8,10,100 --plot out/
     """
     if load is not None:
@@ -104,6 +118,18 @@ def plan(
             )
     raw = parse_toml(read_text(deployment), deployment)
     parsed = parse_deployment(raw, deployment)
+    if len(parsed.of_kind("pd")) > 1:
+        flags = {"--load": load, "--sweep": sweep, "--compare": published, "--plot": plot}
+        flags["--map"] = with_map or None
+        for flag, value in flags.items():
+            if value is not None:
+                raise InputError(
+                    "this option is for deployments with one pd cluster",
+                    where=flag,
+                    fix="remove it",
+                )
+        _plan_several(NetworkStudy(deployment, reading), parsed, as_json)
+        return
     study = Study(deployment, reading)
     result = study.plan(parsed, load)
     estimated = estimated_times(study.problem(parsed), study.catalog(parsed))
@@ -148,3 +174,15 @@ def plan(
             out.print(line)
     for path in written:
         out.print(f"wrote {path}")
+
+
+def _plan_several(study: NetworkStudy, deployment: Deployment, as_json: bool) -> None:
+    comparison = study.plan_network(deployment)
+    estimated = estimated_in_network(study.network(deployment), study.catalog(deployment))
+    if as_json:
+        print_json(comparison.as_dict() | estimates_as_dict(estimated, None))
+        return
+    out = console()
+    out.print(network_tables(comparison, deployment))
+    if estimated:
+        out.print(estimate_notes(estimated, None, deployment.model.name))

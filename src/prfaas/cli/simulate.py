@@ -14,18 +14,20 @@ import click
 
 from prfaas.config import Deployment, load_deployment
 from prfaas.display.console import console, print_json, progress_bar
-from prfaas.display.simulation_tables import notes, runs_table, saturated_table
+from prfaas.display.simulation_tables import cluster_tables, notes, runs_table, saturated_table
 from prfaas.errors import InputError
 from prfaas.planner.comparison import DEFAULT_UTILISATION
+from prfaas.planner.network.problem import NetworkProblem
 from prfaas.planner.problem import Problem
-from prfaas.scheduler.plan import find_optimum
-from prfaas.sim.arrivals import Arrivals, poisson, replay
+from prfaas.scheduler.homes.plans import as_network, planned_rps
+from prfaas.sim.arrivals import Arrivals, poisson_at_homes, replay
 from prfaas.sim.config import SimConfig
 from prfaas.sim.results.result import Result
 from prfaas.sim.results.service_level import ServiceLevel, idle_service_level
 from prfaas.sim.results.summary import summarise
 from prfaas.sim.results.timeline import chrome_trace
 from prfaas.sim.run import simulate as run_simulation
+from prfaas.studies.network_plans import NetworkStudy
 from prfaas.studies.problem_files import Study
 from prfaas.studies.saturation import saturate, saturated_as_dict
 from prfaas.studies.simulation_cases import (
@@ -38,6 +40,7 @@ from prfaas.studies.simulation_cases import (
     make_cases,
     planned_for,
     read_requests,
+    round_trips,
 )
 
 DEFAULT_REQUESTS = 10_000
@@ -92,7 +95,8 @@ class ManyValued(click.Command):
 @click.option(
     "--link-trace",
     type=click.Path(path_type=Path),
-    help="File with lines `at_s,gbps`: the link's rate from each time on.",
+    help="File with lines `at_s,gbps`: the rate of all links of prfaas clusters from each time on. "
+    "A line `at_s,gbps,from,to` is for one link.",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random numbers.")
 @click.option(
@@ -121,8 +125,9 @@ def simulate(
     """Simulate DEPLOYMENT.toml under a trace or random traffic, and compare routing policies.
 
     The simulator runs the gateway's scheduler on simulated nodes and links. Without --trace,
-    requests arrive at random (Poisson) with the prompt lengths that the deployment file states.
-    With --trace they arrive as recorded, and every node has a prefix cache.
+    requests arrive at random (Poisson) with the prompt lengths that the deployment file states, at
+    several pd clusters by their shares of traffic. With --trace they arrive as recorded, and every
+    node has a prefix cache.
 
     \b
     Policies (the same hardware):    Baselines (other hardware):
@@ -144,9 +149,15 @@ def simulate(
     started = time.perf_counter()
     _check_flags(trace, load, requests, speedup)
     parsed = load_deployment(deployment)
-    problem = Study(deployment, "exact").problem(parsed)
-    base = SimConfig(replans=True, timeline=timeline is not None)
+    problem = _problem(deployment, parsed)
+    base = SimConfig(replans=True, timeline=timeline is not None, round_trips=round_trips(parsed))
     if trace is not None:
+        if isinstance(problem, NetworkProblem):
+            raise InputError(
+                "a trace does not say at which of several pd clusters a request arrives",
+                where="--trace",
+                fix="use --load, or a deployment with one pd cluster",
+            )
         rows = read_requests(trace, parsed)
         base = replace(base, cache=cache_config(parsed))
         try:
@@ -155,8 +166,12 @@ def simulate(
             raise error.in_file(trace) from None
         problem = planned_for(problem, arrivals)
     else:
-        load = load or DEFAULT_UTILISATION * find_optimum(problem).capacity_rps
-        arrivals = poisson(problem.workload, load, requests or DEFAULT_REQUESTS, seed)
+        network = as_network(problem)
+        try:
+            load = load or DEFAULT_UTILISATION * planned_rps(network, "paper")
+        except InputError as error:
+            raise error.in_file(deployment) from None
+        arrivals = poisson_at_homes(network, load, requests or DEFAULT_REQUESTS, seed)
     if link_trace is not None:
         base = replace(base, links=link_changes(link_trace, problem))
     cases = make_cases(parsed, problem, policies or (parsed.scheduler.policy,), others, base)
@@ -181,11 +196,20 @@ def simulate(
     source = "Poisson arrivals" if trace is None else trace.name
     title = f"{parsed.model.name}, {source}, {arrivals.mean_rps:.2f} requests/s"
     out.print(runs_table(summaries, title))
+    for name, summary in summaries.items():
+        for table in cluster_tables(name, summary):
+            out.print(table)
     if saturated:
         out.print(saturated_table(saturated))
     out.print(notes(summaries, wall_s))
     for path in written:
         out.print(f"wrote {path}")
+
+
+def _problem(file: Path, deployment: Deployment) -> Problem | NetworkProblem:
+    if len(deployment.of_kind("pd")) > 1:
+        return NetworkStudy(file, "exact").network(deployment)
+    return Study(file, "exact").problem(deployment)
 
 
 def run_all(cases: Mapping[str, Case], arrivals: Arrivals) -> dict[str, Result]:
@@ -207,7 +231,8 @@ def _service_levels(
     tpot_s = 1 / slo.output_tokens_per_s
     if slo.ttft_s is not None:
         return dict.fromkeys(cases, ServiceLevel(slo.ttft_s, tpot_s))
-    made: dict[Problem, ServiceLevel] = {}  # policies on the same deployment share one
+    # Policies on the same deployment share one.
+    made: dict[Problem | NetworkProblem, ServiceLevel] = {}
     for case in cases.values():
         if case.problem not in made:
             made[case.problem] = idle_service_level(case.problem, arrivals, case.config, tpot_s)

@@ -128,7 +128,8 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A cluster of equal instances."""
+    """A cluster of equal instances. Where there are several pd clusters, each may have a workload
+    of its own, `[clusters.workload]`; without it, its traffic has the lengths of `[workload]`."""
 
     name: str
     """Name of the cluster."""
@@ -146,6 +147,10 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Decode instances of a pd cluster whose split is fixed."""
     usd_per_gpu_hour: Amount | None = None
     """Price. The default is the catalog's."""
+    traffic_share: Share | None = None
+    """Share of all requests that arrive at this pd cluster. Set it on every pd cluster, with a sum
+    of 1, or on none: then each has the same share."""
+    workload: WorkloadSection | None = None
     nodes: list[Node] = []
     """Running nodes of the cluster. Further nodes may register themselves."""
 
@@ -295,6 +300,12 @@ class SchedulerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Routing policy: `local` never offloads, `remote` always does."""
     threshold_tokens: CountOrZero | None = None
     """Fixed threshold. Without it, the planner optimises the threshold."""
+    decode_elsewhere: bool = True
+    """Whether a request may decode in another pd cluster where its own cannot serve it: no node
+    decodes or prefills for it there, or every decode slot is taken. Only between pd clusters that
+    have a link, whose round trip the request then takes longer. Such a link has no other use, so
+    that stating it allows this, and `false` forbids it. For `prfaas simulate`: a gateway serves one
+    pd cluster."""
     replan: ReplanSection = ReplanSection()
     correction: CorrectionSection = CorrectionSection()
     paper: PaperSection = PaperSection()
@@ -326,6 +337,18 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def of_kind(self, kind: Literal["prfaas", "pd"]) -> list[Cluster]:
         return [cluster for cluster in self.clusters if cluster.kind == kind]
+
+    @property
+    def traffic_shares(self) -> dict[str, float]:
+        """The share of all requests that arrive at each pd cluster, by name. They sum to 1: what
+        is missing by rounding (three times 0.333) is divided among all."""
+        stated = {pd.name: pd.traffic_share or 1.0 for pd in self.of_kind("pd")}
+        total = sum(stated.values())
+        return {name: share / total for name, share in stated.items()}
+
+    def workload_of(self, cluster: Cluster) -> WorkloadSection:
+        """The traffic of a pd cluster: its own workload, or that of the file."""
+        return self.workload if cluster.workload is None else cluster.workload
 
     def link(self, source: str, target: str) -> Link | None:
         for link in self.links:

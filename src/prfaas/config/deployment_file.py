@@ -7,10 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from prfaas.config.assignments import assign
-from prfaas.config.deployment import Component, Deployment, Lognormal, Mixture
+from prfaas.config.deployment import (
+    Component,
+    Deployment,
+    Lognormal,
+    Mixture,
+    WorkloadSection,
+)
 from prfaas.config.gateway import GatewaySection
 from prfaas.config.strict import decode, parse_toml, read_text
 from prfaas.errors import InputError
+
+# Shares that differ from 1 in sum by no more than this were rounded: 0.333 for each of three.
+_SHARES_ROUNDED = 0.002
 
 
 def load_deployment(path: str | Path, assignments: Iterable[str] = ()) -> Deployment:
@@ -25,8 +34,9 @@ def parse_deployment(raw: dict[str, Any], file: str | Path) -> Deployment:
     deployment = decode(raw, Deployment, file)
     try:
         _check_clusters(deployment)
+        _check_traffic(deployment)
         _check_links(deployment)
-        _check_workload(deployment)
+        _check_workloads(deployment)
         _check_keys(deployment.gateway)
         _check_tenants(deployment.gateway)
     except InputError as error:
@@ -78,6 +88,40 @@ def _check_clusters(deployment: Deployment) -> None:
         )
 
 
+def _check_traffic(deployment: Deployment) -> None:
+    for index, cluster in enumerate(deployment.clusters):
+        for key in ("traffic_share", "workload"):
+            if cluster.kind == "prfaas" and getattr(cluster, key) is not None:
+                raise InputError(
+                    "no request arrives at a prfaas cluster",
+                    where=f"clusters.{index}.{key}",
+                    fix="remove it here, and set it on the pd clusters",
+                )
+    pds = [(i, c) for i, c in enumerate(deployment.clusters) if c.kind == "pd"]
+    if len(pds) == 1 and pds[0][1].workload is not None:
+        raise InputError(
+            "the only pd cluster receives the [workload] of the file",
+            where=f"clusters.{pds[0][0]}.workload",
+            fix="write this workload as [workload]",
+        )
+    given = [cluster.traffic_share for _, cluster in pds if cluster.traffic_share is not None]
+    if not given:
+        return
+    for index, cluster in pds:
+        if cluster.traffic_share is None:
+            raise InputError(
+                "is missing, and other pd clusters have it",
+                where=f"clusters.{index}.traffic_share",
+                fix=f"set it on every pd cluster; the others leave {max(0.0, 1 - sum(given)):.4g}",
+            )
+    if abs(sum(given) - 1) > _SHARES_ROUNDED:
+        raise InputError(
+            f"the shares of the pd clusters sum to {sum(given):.6g}",
+            where=f"clusters.{pds[-1][0]}.traffic_share",
+            fix="change them so that they sum to 1",
+        )
+
+
 def check_units(gbps: float, rtt_ms: float, *, at: str) -> None:
     """Raises for a link whose figures are in other units than those of the file."""
     if gbps > 1e6:
@@ -123,13 +167,12 @@ def _check_links(deployment: Deployment) -> None:
             )
 
 
-def _check_workload(deployment: Deployment) -> None:
-    workload = deployment.workload
-    parts: list[tuple[str, Lognormal | Component]] = []
-    if isinstance(workload, Lognormal):
-        parts = [("workload", workload)]
-    elif isinstance(workload, Mixture):
-        parts = [(f"workload.components.{i}", c) for i, c in enumerate(workload.components)]
+def _check_workloads(deployment: Deployment) -> None:
+    sections = {"workload": deployment.workload}
+    for index, cluster in enumerate(deployment.clusters):
+        if cluster.workload is not None:
+            sections[f"clusters.{index}.workload"] = cluster.workload
+    parts = [found for at, section in sections.items() for found in _distributions(at, section)]
     for at, part in parts:
         if part.min_tokens > part.max_tokens:
             raise InputError(
@@ -156,6 +199,14 @@ def _check_workload(deployment: Deployment) -> None:
                 where="scheduler.threshold_tokens",
                 fix="lower it, or use policy 'local' to never offload",
             )
+
+
+def _distributions(at: str, section: WorkloadSection) -> list[tuple[str, Lognormal | Component]]:
+    if isinstance(section, Lognormal):
+        return [(at, section)]
+    if isinstance(section, Mixture):
+        return [(f"{at}.components.{i}", c) for i, c in enumerate(section.components)]
+    return []
 
 
 def _check_keys(gateway: GatewaySection) -> None:

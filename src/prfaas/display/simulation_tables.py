@@ -45,6 +45,76 @@ def runs_table(runs: Mapping[str, Summary], title: str) -> Table:
     return table
 
 
+def cluster_tables(name: str, run: Summary) -> list[Table]:
+    """A table per kind of cluster and one of the links, where there is more than one cluster of a
+    kind. Otherwise the table of all runs has the same figures. `elsewhere` is the share of requests
+    that another pd cluster decoded; `prefill` and `decode` are how busy these instances were."""
+    if len(run.pd_clusters) < 2 and len(run.prfaas_clusters) < 2:
+        return []
+    title = TITLES.get(name, name)
+    pds = _titled(
+        f"{title}: requests by the pd cluster at which they arrived",
+        "pd cluster",
+        "req/s",
+        "served/s",
+        "good/s",
+        "TTFT (s)",
+        "P90 (s)",
+        "offloaded",
+        "elsewhere",
+        "prefill",
+        "decode",
+    )
+    for pd in run.pd_clusters:
+        pds.add_row(
+            escape(pd.cluster),
+            f"{pd.arrivals_rps:.3f}",
+            f"{pd.throughput_rps:.3f}",
+            f"{pd.goodput_rps:.3f}",
+            _cell(pd.ttft_mean_s, ".2f"),
+            _cell(pd.ttft_p90_s, ".2f"),
+            _cell(pd.offload_fraction, ".1%"),
+            _cell(pd.decoded_elsewhere, ".1%"),
+            _cell(pd.prefill_utilisation, ".0%"),
+            _cell(pd.decode_utilisation, ".0%"),
+        )
+    prfaas = _titled(f"{title}: prfaas clusters", "prfaas cluster", "prefills/s", "busy")
+    for cluster in run.prfaas_clusters:
+        prfaas.add_row(
+            escape(cluster.cluster), f"{cluster.prefills_rps:.3f}", f"{cluster.utilisation:.0%}"
+        )
+    links = _titled(
+        f"{title}: links",
+        "from",
+        "to",
+        "prefills/s",
+        "mean (Gbps)",
+        "peak (Gbps)",
+        "link (Gbps)",
+        "busy",
+        text=2,
+    )
+    for link in run.links:
+        links.add_row(
+            escape(link.source),
+            escape(link.target),
+            f"{link.prefills_rps:.3f}",
+            f"{link.gbps:.2f}",
+            f"{link.peak_gbps:.2f}",
+            f"{link.capacity_gbps:g}",
+            f"{link.utilisation:.0%}",
+        )
+    return [pds, prfaas, links]
+
+
+def _titled(title: str, *headings: str, text: int = 1) -> Table:
+    """The first `text` columns are words, the others are numbers."""
+    table = Table(title=title, title_justify="left")
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if number < text else "right")
+    return table
+
+
 def saturated_table(rows: Sequence[Saturated]) -> Table:
     table = Table(
         title=f"saturated; TTFT at {DEFAULT_UTILISATION:.0%} of each one's own throughput, "

@@ -16,6 +16,7 @@ import msgspec
 from prfaas.cache.index import NodeMatch
 from prfaas.config.deployment import SchedulerSection
 from prfaas.scheduler.costs import Costs
+from prfaas.scheduler.lookup.prefixes import group_prefixes
 from prfaas.scheduler.plan import Plan, Role
 from prfaas.scheduler.request import Request, Route
 from prfaas.scheduler.sets import Choice, serve_alone
@@ -160,13 +161,16 @@ def _view(decision: Decision, costs: Costs) -> View:
         ClusterView(cluster.cluster, tuple(_node_view(node) for node in cluster.nodes))
         for cluster in decision.clusters
     ]
+    # In the order of the nodes, by which equal nodes were told apart.
+    nodes = [node.node for cluster in decision.clusters for node in cluster.nodes]
+    numbers = {node: number for number, node in enumerate(nodes)}
     return View(
         decision.now_s,
         local,
         tuple(remotes),
         {(link.source, link.target): link.view for link in decision.links if link.view is not None},
         costs,
-        decision.cached,
+        group_prefixes(decision.cached, numbers),
         decision.held,
     )
 

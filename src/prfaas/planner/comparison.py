@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from prfaas.errors import InputError
 from prfaas.planner import baselines
@@ -35,6 +36,15 @@ class Extrapolation:
     measured_new: tuple[int, int]  # shortest and longest
     measured_cached: int  # longest
     provenance: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "cluster": self.cluster,
+            "fraction": self.fraction,
+            "measured_new_tokens": list(self.measured_new),
+            "measured_cached_tokens": self.measured_cached,
+            "profile": self.provenance,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +170,7 @@ class Planner:
             if prfaas is None or pd_p is None or p == 1
             else eq7_threshold_imbalance(prfaas, pd_p, p),
             eq8_imbalance=eq8_split_imbalance(prfaas or 0.0, pd_p or 0.0, stage.pd_d),
-            extrapolations=_extrapolations(problem, self._threshold(choice)),
+            extrapolations=extrapolations(problem, self._threshold(choice)),
             ttft=None,
         )
 
@@ -215,7 +225,8 @@ def _bottleneck(problem: Problem, curves: WorkCurves, choice: Choice) -> str:
     return min(headroom, key=lambda name: headroom[name])
 
 
-def _extrapolations(problem: Problem, threshold: int) -> tuple[Extrapolation, ...]:
+def extrapolations(problem: Problem, threshold: int) -> tuple[Extrapolation, ...]:
+    """The prefills beyond the profiles' points, if requests above the threshold are offloaded."""
     work = problem.workload
     short, long = work.divided(threshold)
     sides = [(problem.local.pool, short), *((remote.pool, long) for remote in problem.remotes)]

@@ -95,11 +95,22 @@ def build_problem(
     locals_ = deployment.of_kind("pd")
     if len(locals_) > 1:
         raise InputError(
-            f"{len(locals_)} pd clusters; a plan covers one pd cluster and its prfaas clusters",
+            f"{len(locals_)} pd clusters, and this command takes one",
             where="clusters",
-            fix="plan each pd cluster with its own share of the traffic",
+            fix="keep one pd cluster and the prfaas clusters that have a link to it",
         )
-    local = locals_[0]
+    return build_problem_at(locals_[0], deployment, catalog, spec, workload, times)
+
+
+def build_problem_at(
+    local: Cluster,
+    deployment: Deployment,
+    catalog: Catalog,
+    spec: KVSpec,
+    workload: Workload,
+    times: TimesFinder,
+) -> Problem:
+    """The problem of one PD cluster and of the PrfaaS clusters that have a link to it."""
     goal = None
     if deployment.slo.ttft_s is not None:
         goal = LatencyGoal(deployment.slo.ttft_s, deployment.slo.ttft_quantile)
@@ -113,7 +124,8 @@ def build_problem(
     remotes = []
     for cluster in deployment.of_kind("prfaas"):
         link = deployment.link(cluster.name, local.name)
-        assert link is not None, "checked when the deployment was read"
+        if link is None:
+            continue
         back = deployment.link(local.name, cluster.name)
         within = deployment.link(cluster.name, cluster.name)
         found = _times(deployment, times, cluster, decode=False)

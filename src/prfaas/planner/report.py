@@ -10,6 +10,7 @@ from prfaas.catalog import Catalog
 from prfaas.catalog.provenance import Sourced
 from prfaas.estimator.uncertainty import EstimateError
 from prfaas.planner.comparison import DeploymentComparison, Solution
+from prfaas.planner.network.problem import NetworkProblem
 from prfaas.planner.problem import Problem
 from prfaas.planner.ranges import PlanRanges, Range
 
@@ -57,6 +58,15 @@ def estimated_times(problem: Problem, catalog: Catalog) -> list[EstimatedTimes]:
                     )
                 )
     return found
+
+
+def estimated_in_network(problem: NetworkProblem, catalog: Catalog) -> list[EstimatedTimes]:
+    """Of each cluster once, although a PrfaaS cluster may serve several PD clusters."""
+    found: dict[tuple[str, str], EstimatedTimes] = {}
+    for home in problem.homes:
+        for times in estimated_times(home.problem, catalog):
+            found.setdefault((times.cluster, times.what), times)
+    return list(found.values())
 
 
 def estimates_as_dict(estimated: list[EstimatedTimes], ranges: PlanRanges | None) -> dict[str, Any]:
@@ -145,16 +155,7 @@ def _solution_as_dict(solution: Solution | None) -> dict[str, Any] | None:
         "ttft_p99_s": ttft and ttft.p99_s,
         "eq7_imbalance": solution.eq7_imbalance,
         "eq8_imbalance": solution.eq8_imbalance,
-        "extrapolated": [
-            {
-                "cluster": e.cluster,
-                "fraction": e.fraction,
-                "measured_new_tokens": list(e.measured_new),
-                "measured_cached_tokens": e.measured_cached,
-                "profile": e.provenance,
-            }
-            for e in solution.extrapolations
-        ],
+        "extrapolated": [extrapolation.as_dict() for extrapolation in solution.extrapolations],
     }
     prediction = solution.prediction
     if prediction is not None:

@@ -15,9 +15,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from prfaas.scheduler.costs import Costs
+from prfaas.scheduler.homes.board_homes import BoardHomes
+from prfaas.scheduler.lookup.prefixes import CachedPrefix, CachedPrefixes, group_prefixes
 from prfaas.scheduler.plan import Role
 from prfaas.scheduler.request import Route
-from prfaas.scheduler.view import CachedPrefix, ClusterView, LinkId, LinkView, NodeView, View
+from prfaas.scheduler.view import ClusterView, LinkId, LinkView, NodeView, View
 from prfaas.scheduler.waiting import HeldWork
 from prfaas.types import ClusterId, LinkStats, NodeId
 
@@ -39,20 +41,18 @@ class _Dispatch(NamedTuple):
 
 
 class _BoardNode:
-    __slots__ = ("cluster", "dispatches", "other_decodes", "own_decodes", "place", "view")
+    __slots__ = ("cluster", "dispatches", "other_decodes", "own_decodes", "view")
 
-    def __init__(self, view: NodeView, cluster: _BoardCluster, place: int) -> None:
+    def __init__(self, view: NodeView, cluster: ClusterView) -> None:
         self.view = view
         self.cluster = cluster
-        self.place = place
         self.dispatches: deque[_Dispatch] = deque()
         self.own_decodes = 0  # own requests whose KV is in place and that have not ended
         self.other_decodes = 0  # requests that the node decodes for other routers
 
     def put(self, view: NodeView) -> None:
         self.view = view
-        self.cluster.nodes[self.place] = view
-        self.cluster.frozen = None
+        self.cluster.put(view)
 
     # Written out, because `_replace` takes three times as long and these run for every request.
 
@@ -68,41 +68,29 @@ class _BoardNode:
         self.put(NodeView(node, role, usable, free_at, queued, active + more, slots, left, next_s))
 
 
-class _BoardCluster:
-    __slots__ = ("frozen", "name", "nodes")
-
-    def __init__(self, name: ClusterId) -> None:
-        self.name = name
-        self.nodes: list[NodeView] = []
-        self.frozen: ClusterView | None = None
-
-    def view(self) -> ClusterView:
-        if self.frozen is None:
-            self.frozen = ClusterView(self.name, tuple(self.nodes))
-        return self.frozen
-
-
 class Board:
-    """One per router. `clusters`: the PD cluster, then PrfaaS clusters in the plan's order."""
+    """One per router. `clusters`: the PD clusters, then PrfaaS clusters in the plan's order."""
 
     def __init__(
         self,
-        costs: Costs,
+        costs: Costs | Mapping[ClusterId, Costs],
         clusters: Sequence[tuple[ClusterId, Sequence[NodeId]]],
         links: Mapping[LinkId, LinkView],
         *,
-        slots: int,
+        slots: int | Mapping[ClusterId, int],
         kv_bytes: float = math.inf,
     ) -> None:
-        """`slots` and `kv_bytes`: limit of the decode batch, and decode memory, of each node."""
-        self._costs = costs
+        """`slots` and `kv_bytes`: limit of the decode batch, and decode memory, of each node. With
+        several PD clusters, `costs` and `slots` are given for each of them by name. A PrfaaS
+        cluster prefills for the PD clusters that it has a link to."""
+        of_homes = costs if isinstance(costs, Mapping) else {clusters[0][0]: costs}
         self._slots = slots
         self._kv_bytes = kv_bytes
         self._nodes: dict[NodeId, _BoardNode] = {}
-        self._clusters: list[_BoardCluster] = []
-        self._links = dict(links)
+        self._clusters = {name: ClusterView(name) for name, _ in clusters}
+        self._numbers: dict[NodeId, int] | None = None  # made when a view needs them
+        self._homes = BoardHomes(of_homes, self._clusters, links)
         for name, nodes in clusters:
-            self._clusters.append(_BoardCluster(name))
             for node in nodes:
                 self.join(name, node)
 
@@ -111,21 +99,25 @@ class Board:
         now_s: float,
         cached: Mapping[NodeId, CachedPrefix],
         held: Mapping[ClusterId, HeldWork],
+        home: ClusterId | None = None,
     ) -> View:
-        local, *remotes = self._clusters
-        return View(
-            now_s,
-            local.view(),
-            tuple([remote.view() for remote in remotes]),
-            self._links,
-            self._costs,
-            cached,
-            held,
-        )
+        """The state for one decision, for a request of the PD cluster `home` (the first one, if it
+        is not given). The view shows the nodes as they are: it must be used before the board
+        changes again."""
+        if not isinstance(cached, CachedPrefixes):
+            if self._numbers is None:
+                self._numbers = {name: number for number, name in enumerate(self._nodes)}
+            cached = group_prefixes(cached, self._numbers)
+        at = self._homes.get(home)
+        return View(now_s, at.local, at.remotes, at.links, at.costs, cached, held)
 
-    def set_costs(self, costs: Costs) -> None:
-        """Replaces the costs, from the next view on."""
-        self._costs = costs
+    def set_costs(self, costs: Costs, home: ClusterId | None = None) -> None:
+        """Replaces the costs of a PD cluster (the first one, if it is not given), from the next
+        view on."""
+        self._homes.get(home).costs = costs
+
+    def cluster(self, name: ClusterId) -> ClusterView:
+        return self._clusters[name]
 
     def node(self, name: NodeId) -> NodeView:
         return self._nodes[name].view
@@ -146,11 +138,14 @@ class Board:
 
     def join(self, cluster_name: ClusterId, name: NodeId) -> None:
         assert name not in self._nodes, name
-        cluster = next(cluster for cluster in self._clusters if cluster.name == cluster_name)
-        view = NodeView(name, "prefill", True, -math.inf, 0, 0, self._slots, self._kv_bytes)
-        self._nodes[name] = _BoardNode(view, cluster, len(cluster.nodes))
-        cluster.nodes.append(view)
-        cluster.frozen = None
+        cluster = self._clusters[cluster_name]
+        slots = self._slots
+        if not isinstance(slots, int):
+            slots = slots.get(cluster_name, 0)  # a node of a PrfaaS cluster never decodes
+        view = NodeView(name, "prefill", True, -math.inf, 0, 0, slots, self._kv_bytes)
+        self._nodes[name] = _BoardNode(view, cluster)
+        cluster.put(view)
+        self._numbers = None
 
     def leave(self, name: NodeId) -> bool:
         """Removes a node. Returns False, and keeps the node, while own requests depend on it: their
@@ -159,16 +154,12 @@ class Board:
         if node.view.queued or node.view.active > node.other_decodes:
             return False
         del self._nodes[name]
-        cluster = node.cluster
-        del cluster.nodes[node.place]
-        cluster.frozen = None
-        for other in self._nodes.values():
-            if other.cluster is cluster and other.place > node.place:
-                other.place -= 1
+        node.cluster.remove(name)
+        self._numbers = None
         return True
 
     def is_up(self, link_id: LinkId) -> bool:
-        return self._links[link_id].up
+        return self._homes.link(link_id).up
 
     # Dispatches of this router --------------------------------------------------------------------
 
@@ -187,6 +178,10 @@ class Board:
             node.put(node.view._replace(next_remainder_s=next_s))
         if route.offloaded:
             self._reserve_link(route, route.nbytes)
+        for cluster, tokens in route.credits:
+            link_id = (cluster, route.decode_cluster)
+            link = self._homes.link(link_id)
+            self._homes.put_link(link_id, link._replace(credit_tokens=link.credit_tokens + tokens))
 
     def record_handoff(self, route: Route, began_s: float = 0.0, took_s: float = 0.0) -> None:
         """The hand-off is in place, and decoding can begin. `took_s`, where it is known: how long
@@ -217,9 +212,9 @@ class Board:
             self._reserve_link(route, -route.nbytes)
 
     def _reserve_link(self, route: Route, nbytes: int) -> None:
-        link_id = (route.cluster, self._clusters[0].name)
-        link = self._links[link_id]
-        self._put_link(link_id, link._replace(pending_bytes=link.pending_bytes + nbytes))
+        link_id = (route.cluster, route.decode_cluster)
+        link = self._homes.link(link_id)
+        self._homes.put_link(link_id, link._replace(pending_bytes=link.pending_bytes + nbytes))
 
     # Reports --------------------------------------------------------------------------------------
 
@@ -239,12 +234,8 @@ class Board:
             node.put(view._replace(free_at_s=free_at, active=active))
 
     def record_link_report(self, link_id: LinkId, stats: LinkStats) -> None:
-        link = self._links[link_id]
-        self._put_link(link_id, link._replace(stats=stats, up=stats.connections > 0))
-
-    def _put_link(self, link_id: LinkId, link: LinkView) -> None:
-        # Replaced and not modified, because views in use share the old mapping.
-        self._links = {**self._links, link_id: link}
+        link = self._homes.link(link_id)
+        self._homes.put_link(link_id, link._replace(stats=stats, up=stats.connections > 0))
 
     def assign(self, name: NodeId, role: Role, *, usable: bool) -> None:
         """A node takes a role, drains (not usable), is lost or returns."""

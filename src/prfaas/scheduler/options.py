@@ -10,8 +10,11 @@ prefills the remainder and decodes, without a hand-off.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
+from prfaas.scheduler.lookup.prefixes import EVERY_NODE, CachedPrefix
+from prfaas.scheduler.lookup.ranking import lowest
 from prfaas.scheduler.request import CacheCopy, Request, Route, is_offloadable
 from prfaas.scheduler.state import ShortTermState
 from prfaas.scheduler.view import ClusterView, LinkId, LinkView, NodeView, View
@@ -49,26 +52,31 @@ def longest_pooled(
 ) -> tuple[int, NodeId | None]:
     """The longest prefix that can be copied from a usable node of the cluster, of any role, and the
     node (the paper's l_pd and l_prfaas). `remote`: to a node of another cluster."""
-    best, holder = 0, None
-    cached = view.cached
-    for node in cluster.nodes:
-        found = cached.get(node.node)
-        if found is not None and found.tokens > best and node.usable:
-            tokens = found.pool_tokens
-            if remote and found.remote_pool_tokens is not None:
-                tokens = found.remote_pool_tokens
-            if tokens is None:
-                tokens = found.tokens
-            if tokens > best:
-                best, holder = tokens, node.node
-    return best, holder
+    best, holders = 0, 0
+    ranks = cluster.ranks(view.cached)
+    for prefix, nodes in view.cached.groups:
+        usable = nodes & ranks.usable
+        if not usable:
+            continue
+        tokens = prefix.pool_tokens
+        if remote and prefix.remote_pool_tokens is not None:
+            tokens = prefix.remote_pool_tokens
+        if tokens is None:
+            tokens = prefix.tokens
+        if tokens > best:
+            best, holders = tokens, usable
+        elif tokens == best:
+            holders |= usable
+    return best, ranks.name(lowest(holders)) if best else None
 
 
 def longest_own(cluster: ClusterView, view: View) -> int:
     """The longest prefix that a usable prefill node of the cluster can resume from without a
     copy."""
-    found = [view.cached.get(n.node) for n in cluster.nodes if n.usable and n.role == "prefill"]
-    return max((held.tokens for held in found if held is not None), default=0)
+    prefills = cluster.ranks(view.cached).prefill_free_at_s.nodes
+    return max(
+        (prefix.tokens for prefix, nodes in view.cached.groups if nodes & prefills), default=0
+    )
 
 
 def prefix_within(cluster: ClusterView, view: View) -> PrefixSource | None:
@@ -99,52 +107,98 @@ def best_option(
     request: Request, cluster: ClusterView, view: View, prefix: PrefixSource | None
 ) -> Option | None:
     """The node whose prefill ends first, resuming from its own cache or from a copy of `prefix`.
-    None if no node of the cluster can prefill."""
+    None if no node of the cluster can prefill. Among equals, a node that already has the prefix,
+    because a copy takes memory twice, and then the node with the lowest number."""
     now = view.now_s
-    seconds = view.costs.prefill_s[cluster.cluster]
-    tokens = request.prompt_tokens
-    cached = view.cached
-    if not cached:
+    groups = view.cached.groups
+    ranks = cluster.ranks(view.cached)
+    free = ranks.prefill_free_at_s
+    if not free.nodes:
+        return None
+    if not groups:
         # Every prefill takes the same time, so the node that is free first is best.
-        first: NodeView | None = None
-        for node in cluster.nodes:
-            if (
-                node.usable
-                and node.role == "prefill"
-                and (first is None or node.free_at_s < first.free_at_s)
-            ):
-                first = node
-        if first is None:
-            return None
-        start = first.free_at_s if first.free_at_s > now else now
-        return Option(cluster.cluster, first.node, 0, start, seconds(tokens, 0), NO_COPIES)
-    best: Option | None = None
-    best_end = float("inf")
-    for node in cluster.nodes:
-        if not node.usable or node.role != "prefill":
-            continue
-        held = cached.get(node.node)
-        own = 0 if held is None else min(held.tokens, tokens - 1)
-        start = node.free_at_s if node.free_at_s > now else now
-        prefill_s = seconds(tokens - own, own)
-        copies = NO_COPIES
-        if prefix is not None and prefix.tokens > own:
-            skip = 0 if held is None else min(held.attention_tokens, prefix.tokens)
-            nbytes = view.costs.handoff_bytes(prefix.tokens, prefix.tokens - skip)
-            copy_s = nbytes * 8 / prefix.bps + prefix.rtt_s
-            copied_at = now + copy_s
-            copied = min(prefix.tokens, tokens - 1)
-            copied_s = seconds(tokens - copied, copied)
-            copied_start = copied_at if copied_at > start else start
-            if copied_start + copied_s < start + prefill_s:
-                start, prefill_s, own = copied_start, copied_s, copied
-                copies = (CacheCopy(prefix.source, node.node, prefix.tokens, nbytes, copy_s),)
-        end = start + prefill_s
-        # Among equals, the node that already has the prefix: a copy takes memory twice.
-        if end < best_end or (end == best_end and best is not None and best.copies and not copies):
-            best_end = end
-            best = Option(cluster.cluster, node.node, own, start, prefill_s, copies)
-    return best
+        free_at_s, number = free.least()
+        prefill_s = view.costs.prefill_s[cluster.cluster](request.prompt_tokens, 0)
+        start = free_at_s if free_at_s > now else now
+        return Option(cluster.cluster, ranks.name(number), 0, start, prefill_s, NO_COPIES)
+    best: _Candidate | None = None
+    best_held: CachedPrefix | None = None
+    idle, others = free.at_most(now), free.nodes
+    for held, nodes in groups:
+        members = nodes & free.nodes
+        if members:
+            others &= ~members
+            found = _first_to_end(request, members, idle, held, cluster, view, prefix)
+            if best is None or found < best:
+                best, best_held = found, held
+    if others:
+        found = _first_to_end(request, others, idle, None, cluster, view, prefix)
+        if best is None or found < best:
+            best, best_held = found, None
+    assert best is not None
+    node, copies = ranks.name(best.number), NO_COPIES
+    if best.copied:
+        assert prefix is not None
+        nbytes, copy_s = _copy_cost(prefix, best_held, view)
+        copies = (CacheCopy(prefix.source, node, prefix.tokens, nbytes, copy_s),)
+    return Option(cluster.cluster, node, best.cached_tokens, best.start_s, best.prefill_s, copies)
+
+
+class _Candidate(NamedTuple):
+    """The best of the nodes that hold the same. Of two candidates, the lower one is better."""
+
+    end_s: float
+    copied: bool
+    number: int
+    start_s: float
+    prefill_s: float
+    cached_tokens: int
+
+
+def _first_to_end(
+    request: Request,
+    nodes: int,
+    idle: int,
+    held: CachedPrefix | None,
+    cluster: ClusterView,
+    view: View,
+    prefix: PrefixSource | None,
+) -> _Candidate:
+    """The prefill of these nodes takes the same time at each of them, so the node that is free
+    first is best, and the nodes that are idle are equal."""
+    now, tokens = view.now_s, request.prompt_tokens
+    seconds = view.costs.prefill_s[cluster.cluster]
+    free = cluster.ranks().prefill_free_at_s
+    own = 0 if held is None else min(held.tokens, tokens - 1)
+    if nodes & idle:
+        start, number = now, lowest(nodes & idle)
+    else:
+        first = free.first(nodes)
+        assert first is not None
+        start, number = first
+    prefill_s = seconds(tokens - own, own)
+    end = start + prefill_s
+    if prefix is None or prefix.tokens <= own:
+        return _Candidate(end, False, number, start, prefill_s, own)
+    copied = min(prefix.tokens, tokens - 1)
+    copied_s = seconds(tokens - copied, copied)
+    if start + copied_s >= end:
+        return _Candidate(end, False, number, start, prefill_s, own)
+    _, copy_s = _copy_cost(prefix, held, view)
+    copied_at = now + copy_s
+    if copied_at > start:
+        if copied_at + copied_s >= end:
+            return _Candidate(end, False, number, start, prefill_s, own)
+        # Every node that is free before the copy is made is equal.
+        start, number = copied_at, lowest(nodes & free.at_most(copied_at))
+    return _Candidate(start + copied_s, True, number, start, copied_s, copied)
+
+
+def _copy_cost(prefix: PrefixSource, held: CachedPrefix | None, view: View) -> tuple[int, float]:
+    """Bytes and seconds of a copy to a node that holds `held`."""
+    skip = 0 if held is None else min(held.attention_tokens, prefix.tokens)
+    nbytes = view.costs.handoff_bytes(prefix.tokens, prefix.tokens - skip)
+    return nbytes, nbytes * 8 / prefix.bps + prefix.rtt_s
 
 
 def remainder_option(request: Request, view: View, state: ShortTermState) -> Option | None:
@@ -159,34 +213,51 @@ def remainder_option(request: Request, view: View, state: ShortTermState) -> Opt
     if request.no_remainder or not is_offloadable(request):
         return None
     best: Option | None = None
+    best_number = 0
+    ranks = view.local.ranks(cached)
     seconds = view.costs.prefill_s[view.local.cluster]
-    need = tokens * view.costs.bytes_per_token
-    for node in view.local.nodes:
-        held = cached.get(node.node)
-        if held is None or not node.usable or node.role != "decode":
-            continue
+    allowed: int | None = None
+    for held, nodes in cached.groups:
         own = min(held.tokens, tokens - 1)
         if own <= 0 or tokens - own > rules.tokens:
             continue
-        if node.active >= node.slots or node.free_kv_bytes < need:
+        if allowed is None:
+            allowed = _may_prefill_remainder(tokens * view.costs.bytes_per_token, view)
+        members = nodes & allowed
+        if not members:
             continue
-        if node.active and now < node.next_remainder_s:
-            continue
-        start = max(now, node.free_at_s)
-        if start - now > state.rules.adaptive.queue_s:
-            continue
+        idle = members & ranks.decode_free_at_s.at_most(now)
+        if idle:
+            start, number = now, lowest(idle)
+        else:
+            first = ranks.decode_free_at_s.first(members)
+            assert first is not None
+            start, number = first
+            if start - now > state.rules.adaptive.queue_s:
+                continue
         found = Option(
             view.local.cluster,
-            node.node,
+            ranks.name(number),
             own,
             start,
             seconds(tokens - own, own),
             NO_COPIES,
             decodes=True,
         )
-        if best is None or found.end_s < best.end_s:
-            best = found
+        if best is None or (found.end_s, number) < (best.end_s, best_number):
+            best, best_number = found, number
     return best
+
+
+def _may_prefill_remainder(kv_bytes: float, view: View) -> int:
+    """The set of decode nodes with a free slot, with memory, and not too soon after another
+    remainder."""
+    ranks = view.local.ranks()
+    if not ranks.active.nodes:
+        return 0
+    slots = view.local.node(ranks.name(ranks.active.least()[1])).slots
+    waited = ranks.next_remainder_s.at_most(view.now_s) | ranks.active.at_most(0)
+    return waited & ranks.active.at_most(slots - 1) & ranks.minus_free_kv_bytes.at_most(-kv_bytes)
 
 
 def next_remainder_after(prefill_s: float, now_s: float, slowdown: float) -> float:
@@ -205,30 +276,43 @@ def remainder_steps(uncached_tokens: int, chunk_tokens: int) -> int:
 def choose_decode_node(request: Request, view: View, bps: float) -> tuple[NodeView, int] | None:
     """The decode node of least cost, and the number of prompt tokens it already holds. The cost is
     the time of a step and the wait for a slot and memory, less the transfer over `bps` that the
-    held tokens save. None if no node decodes."""
-    best: NodeView | None = None
-    best_cost = float("inf")
-    best_held = 0
-    cached = view.cached
-    costs = view.costs
-    need = request.prompt_tokens * costs.bytes_per_token if cached else 0
-    for node in view.local.nodes:
-        if not node.usable or node.role != "decode":
-            continue
-        held = 0
-        cost = node.active / node.slots * costs.t_decode_s  # a fuller batch steps more slowly
-        if node.active >= node.slots:
-            cost += (node.active - node.slots + 1) / node.slots * costs.mean_hold_s
-        if cached:
-            found = cached.get(node.node)
-            if found is not None:
-                held = min(found.attention_tokens, request.prompt_tokens)
-                cost -= held * costs.bytes_per_token * 8 / bps
-            if node.free_kv_bytes < need:
-                cost += costs.mean_hold_s
-        if cost < best_cost:
-            best, best_cost, best_held = node, cost, held
-    return None if best is None else (best, best_held)
+    held tokens save. None if no node decodes. Among equals, the node with the lowest number."""
+    cached, costs, local = view.cached, view.costs, view.local
+    ranks = local.ranks(cached)
+    active = ranks.active
+    if not active.nodes:
+        return None
+    least_loaded = local.node(ranks.name(active.least()[1]))
+    if not cached.groups:
+        return least_loaded, 0
+    # Of the nodes that hold the same and have memory, or have none, the least loaded is best.
+    roomy = ranks.minus_free_kv_bytes.at_most(-request.prompt_tokens * costs.bytes_per_token)
+    slots = least_loaded.slots
+    best_cost, best_number, best_held = float("inf"), -1, 0
+    others = active.nodes
+    for tokens, nodes in _held_by(view, request):
+        members = nodes & others
+        others &= ~members
+        saved_s = tokens * costs.bytes_per_token * 8 / bps
+        for part, wait_s in ((members & roomy, 0.0), (members & ~roomy, costs.mean_hold_s)):
+            first = active.first(part) if part else None
+            if first is None:
+                continue
+            load, number = first
+            cost = load / slots * costs.t_decode_s  # a fuller batch steps more slowly
+            if load >= slots:
+                cost += (load - slots + 1) / slots * costs.mean_hold_s
+            cost = cost - saved_s + wait_s
+            if cost < best_cost or (cost == best_cost and number < best_number):
+                best_cost, best_number, best_held = cost, number, tokens
+    return local.node(ranks.name(best_number)), best_held
+
+
+def _held_by(view: View, request: Request) -> Iterator[tuple[int, int]]:
+    """Tokens that a hand-off can omit, and the nodes that hold them: last, all nodes."""
+    for prefix, nodes in view.cached.groups:
+        yield min(prefix.attention_tokens, request.prompt_tokens), nodes
+    yield 0, EVERY_NODE
 
 
 def estimated_bps(link_id: LinkId, link: LinkView, state: ShortTermState) -> float:
@@ -260,6 +344,7 @@ def make_route(
     return Route(
         cluster=option.cluster,
         prefill=option.node,
+        decode_cluster=view.local.cluster,
         decode=decode.node,
         offloaded=option.cluster != view.local.cluster,
         cached_tokens=option.cached_tokens,
@@ -276,6 +361,7 @@ def _remainder_route(option: Option, view: View, state: ShortTermState, reason: 
     return Route(
         cluster=option.cluster,
         prefill=option.node,
+        decode_cluster=option.cluster,
         decode=option.node,
         offloaded=False,
         cached_tokens=option.cached_tokens,

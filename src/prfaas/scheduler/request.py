@@ -32,10 +32,12 @@ class CacheCopy(NamedTuple):
 
 
 class Route(NamedTuple):
-    """The nodes that serve a request. `reason` is for people: logs, `explain`, the timeline."""
+    """The clusters and nodes that serve a request. `reason` is for people: logs, `explain`, the
+    timeline."""
 
     cluster: ClusterId  # of the prefill node
     prefill: NodeId
+    decode_cluster: ClusterId
     decode: NodeId
     offloaded: bool  # the prefill runs outside the cluster that decodes
     cached_tokens: int  # the prefill resumes after these, once `copies` are made
@@ -47,6 +49,12 @@ class Route(NamedTuple):
     # Set where a decode node that has most of the prompt cached prefills the remainder itself: when
     # it may prefill the next one.
     next_remainder_s: float | None = None
+    # Where the request decodes outside the PD cluster at which it arrived: the round trip between
+    # the two, which its first token takes longer.
+    round_trip_s: float = 0.0
+    # By how much the route changes the credit of each PrfaaS cluster with the decode cluster
+    # (`LinkView.credit_tokens`). Empty where the plan's shares decide nothing.
+    credits: tuple[tuple[ClusterId, float], ...] = ()
 
     @property
     def is_remainder(self) -> bool:

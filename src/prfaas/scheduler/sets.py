@@ -37,7 +37,7 @@ def only_nodes(view: View, nodes: Collection[NodeId]) -> View:
     """The same view without the nodes of other sets."""
 
     def chosen(cluster: ClusterView) -> ClusterView:
-        return cluster._replace(nodes=tuple([n for n in cluster.nodes if n.node in nodes]))
+        return cluster.with_nodes([node for node in cluster.nodes if node.node in nodes])
 
     remotes = tuple([chosen(remote) for remote in view.remotes])
     return view._replace(local=chosen(view.local), remotes=remotes)
@@ -84,9 +84,8 @@ def predict_ttft_s(request: Request, choice: Choice, state: ShortTermState) -> f
     without queues the one with the emptier decode node comes first."""
     taken, view = choice.taken, choice.view
     assert isinstance(taken, Route)
-    clusters = (view.local, *view.remotes)
-    nodes = {node.node: node for cluster in clusters for node in cluster.nodes}
-    prefill, decode = nodes[taken.prefill], nodes[taken.decode]
+    prefill = view.cluster(taken.cluster).node(taken.prefill)
+    decode = view.local.node(taken.decode)
     if choice.alone:
         return _alone_ttft_s(taken, prefill, view)
     start_s = max(view.now_s, prefill.free_at_s)
@@ -125,6 +124,7 @@ def serve_alone(request: Request, view: View, state: ShortTermState) -> Route | 
         found = Route(
             cluster=view.local.cluster,
             prefill=node.node,
+            decode_cluster=view.local.cluster,
             decode=node.node,
             offloaded=False,
             cached_tokens=own,

@@ -11,10 +11,13 @@ round of reports. Policies: `paper` (section 3.4.3), `local`, `remote`, and `ada
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+from prfaas.config.deployment import SchedulerSection
 from prfaas.scheduler.adaptive import choose_cheapest, make_hold, others_are_overdue
 from prfaas.scheduler.congestion import DEFAULT_RULES, LinkVerdict, judge
 from prfaas.scheduler.forecast import forecast
+from prfaas.scheduler.homes.shares import Credits, choose_by_share
 from prfaas.scheduler.options import (
     Option,
     PrefixSource,
@@ -31,23 +34,32 @@ from prfaas.scheduler.view import ClusterView, LinkId, LinkView, View
 from prfaas.scheduler.waiting import Hold
 from prfaas.types import ClusterId
 
+# `paper` raises its threshold for a link whose backlog lasts this many times as long as the wait
+# for a local node, however busy the local nodes are.
+_MUCH_LONGER = 2.0
+
 _SHORT = "short: at most the threshold is uncached"
 _LONG = "long: more than the threshold is uncached"
+# Locality is a preference and never a reason to refuse.
+_NOT_THERE = ", but no node there can take it"
+_KEPT = "the raised threshold keeps it: local prefill is no later than remote"
+_NOT_KEPT = "long: the raised threshold would keep it, but local prefill is later"
 
 
 def route(request: Request, view: View, plan: Plan, state: ShortTermState) -> Route | Hold:
     """The route of `request`, or the hold under which it waits. Reserves nothing: the caller
     records a route on the board, and puts a held request into the waiting room."""
     remotes = reachable_remotes(request, view)
+    credits: Credits = ()
     match state.rules.policy:
         case "paper":
-            option, reason = _paper(request, view, plan, state, remotes)
+            option, reason, credits = _paper(request, view, plan, state, remotes)
         case "adaptive":
             option, reason = choose_cheapest(request, view, plan, state, remotes)
         case "local":
             option, reason = _first(request, view, [view.local, *remotes], "policy local")
         case "remote":
-            option, reason = _first(request, view, [*remotes, view.local], "policy remote")
+            option, reason, credits = _remote(request, view, plan, remotes)
     if option is None:
         return Hold(reason, None, 0.0, request.arrived_s)
     # A remainder takes no prefill node, so that it does not wait for one.
@@ -61,19 +73,21 @@ def route(request: Request, view: View, plan: Plan, state: ShortTermState) -> Ro
         if others_are_overdue(request, option, view, state):
             return make_hold(request, option, view, state, "other requests have waited longer")
     chosen = make_route(request, option, view, state, reason)
-    return Hold("no node decodes", None, 0.0, request.arrived_s) if chosen is None else chosen
+    if chosen is None:
+        return Hold("no node decodes", None, 0.0, request.arrived_s)
+    return chosen._replace(credits=credits) if credits else chosen
 
 
 def has_room(cluster: ClusterId, view: View, state: ShortTermState) -> bool:
     """Whether a prefill queue of `cluster` is short enough to retry the requests held for it. Also
     when no node prefills there any more: then these requests go elsewhere."""
-    found = view.local if cluster == view.local.cluster else _named(cluster, view.remotes)
-    wait_s = shortest_wait_s(found, view.now_s)
-    return wait_s is None or wait_s <= state.rules.adaptive.queue_s
+    return has_room_at(view.cluster(cluster), view.now_s, state.rules)
 
 
-def _named(cluster: ClusterId, remotes: Sequence[ClusterView]) -> ClusterView:
-    return next(remote for remote in remotes if remote.cluster == cluster)
+def has_room_at(cluster: ClusterView, now_s: float, rules: SchedulerSection) -> bool:
+    """The same for a cluster of any view: it may prefill for several PD clusters."""
+    wait_s = shortest_wait_s(cluster, now_s)
+    return wait_s is None or wait_s <= rules.adaptive.queue_s
 
 
 def reachable_remotes(request: Request, view: View) -> list[ClusterView]:
@@ -84,47 +98,70 @@ def reachable_remotes(request: Request, view: View) -> list[ClusterView]:
     return [remote for remote in view.remotes if view.links[remote.cluster, to].up]
 
 
+class _Decided(NamedTuple):
+    option: Option | None
+    reason: str
+    credits: Credits = ()
+
+
 def _paper(
     request: Request, view: View, plan: Plan, state: ShortTermState, remotes: Sequence[ClusterView]
-) -> tuple[Option | None, str]:
-    """Short requests stay local, long ones are offloaded (section 3.4.3). A raised threshold keeps
-    a request local only if its forecast TTFT there is at most the forecast of the remote option
-    that the plan's threshold would have chosen. So a raised threshold never makes a request later
+) -> _Decided:
+    """Short requests stay local, long ones are offloaded (section 3.4.3), and the plan's shares say
+    to which PrfaaS cluster. A raised threshold keeps a request local only if its forecast TTFT
+    there is at most that of every PrfaaS cluster. So a raised threshold never makes a request later
     than the plan's threshold would, whatever made the loop raise it."""
     prefixes: dict[ClusterId, PrefixSource | None] = {}
     counted = _count_prefixes(prefixes, view, state, remotes) if view.cached else 0
     uncached = request.prompt_tokens - counted
+    near = best_option(request, view.local, view, prefixes.get(view.local.cluster))
+    if uncached <= plan.threshold_tokens and near is not None:
+        return _Decided(near, _SHORT)
+    far = [
+        found
+        for remote in remotes
+        if (found := best_option(request, remote, view, prefixes.get(remote.cluster))) is not None
+    ]
+    if not far:
+        if near is None:
+            return _Decided(None, "no node prefills")
+        return _Decided(near, local_only_reason(request) or _LONG + _NOT_THERE)
+    turn, credits = _whose_turn(far, uncached, view, plan)
     if uncached <= plan.threshold_tokens:
-        return _preferred(request, view, (view.local,), remotes, prefixes, _SHORT)
-    if uncached > plan.threshold_tokens * state.threshold_factor:
-        return _preferred(request, view, remotes, (view.local,), prefixes, _LONG)
-    near = _soonest(request, view, (view.local,), prefixes)
-    far = _soonest(request, view, remotes, prefixes)
-    if near is not None and far is not None:
+        return _Decided(turn, _SHORT + _NOT_THERE, credits)
+    if near is not None and uncached <= plan.threshold_tokens * state.threshold_factor:
         near_s = forecast(request, near, view, state).ttft_s
-        if near_s <= forecast(request, far, view, state).ttft_s:
-            return near, "the raised threshold keeps it: local prefill is no later than remote"
-        return far, "long: the raised threshold would keep it, but local prefill is later"
-    return _preferred(request, view, remotes, (view.local,), prefixes, _LONG)
+        if all(near_s <= forecast(request, option, view, state).ttft_s for option in far):
+            return _Decided(near, _KEPT)
+        return _Decided(turn, _NOT_KEPT, credits)
+    return _Decided(turn, _LONG, credits)
 
 
-def _preferred(
-    request: Request,
-    view: View,
-    wanted: Sequence[ClusterView],
-    other: Sequence[ClusterView],
-    prefixes: dict[ClusterId, PrefixSource | None],
-    reason: str,
-) -> tuple[Option | None, str]:
-    """The soonest option of the wanted clusters. Locality is a preference and never a reason to
-    refuse: where no wanted cluster can prefill, this is the soonest option of the others."""
-    found = _soonest(request, view, wanted, prefixes)
-    if found is not None:
-        return found, reason
-    found = _soonest(request, view, other, prefixes)
-    if found is None:
-        return None, "no node prefills"
-    return found, local_only_reason(request) or f"{reason}, but no node there can take it"
+def _remote(request: Request, view: View, plan: Plan, remotes: Sequence[ClusterView]) -> _Decided:
+    """Every request is offloaded, and the plan's shares say to which PrfaaS cluster."""
+    reason = "policy remote"
+    far = [
+        found
+        for remote in remotes
+        if (found := best_option(request, remote, view, prefix_within(remote, view))) is not None
+    ]
+    if not far:
+        return _Decided(*_first(request, view, [view.local], reason))
+    uncached = request.prompt_tokens - max(option.cached_tokens for option in far)
+    turn, credits = _whose_turn(far, uncached, view, plan)
+    return _Decided(turn, reason, credits)
+
+
+def _whose_turn(
+    options: Sequence[Option], uncached: int, view: View, plan: Plan
+) -> tuple[Option, Credits]:
+    """The PrfaaS cluster whose turn it is by the plan's shares. Where the plan does not decide, the
+    one whose prefill ends first."""
+    if len(options) > 1:
+        turn = choose_by_share(options, uncached, view, plan)
+        if turn is not None:
+            return turn.option, turn.credits
+    return min(options, key=lambda option: option.end_s), ()
 
 
 def _count_prefixes(
@@ -161,20 +198,6 @@ def _longer(one: PrefixSource | None, other: PrefixSource | None) -> PrefixSourc
     if one is None or other is None:
         return one or other
     return other if other.tokens > one.tokens else one
-
-
-def _soonest(
-    request: Request,
-    view: View,
-    clusters: Sequence[ClusterView],
-    prefixes: dict[ClusterId, PrefixSource | None],
-) -> Option | None:
-    best: Option | None = None
-    for cluster in clusters:
-        found = best_option(request, cluster, view, prefixes.get(cluster.cluster))
-        if found is not None and (best is None or found.end_s < best.end_s):
-            best = found
-    return best
 
 
 def _first(
@@ -251,18 +274,32 @@ def _factor(
         return 1.0, "only one side can prefill, so there is nothing to shift"
     excess_s = min(waits) - local_s
     raised = min(state.threshold_factor * rules.step, rules.limit)
-    if surging:
-        health = links[surging[0], to].health
-        return raised, f"the link {surging[0]} -> {to} is {health.described}"
+    lowered = max(state.threshold_factor / rules.step, 1.0)
+    # While one of several links is clear, the shares still send most requests as planned. A link
+    # that the plan uses completely is never clear for long, and is no surge.
+    if surging and len(surging) == len(view.remotes):
+        # Where local nodes are nearly as busy, a shift to them would outlast the surge of the link.
+        drain_s = min(_drain_s((name, to), view, links) for name in surging)
+        if local_s <= max(rules.surge_wait_s, drain_s / _MUCH_LONGER):
+            health = links[surging[0], to].health
+            return raised, f"the link {surging[0]} -> {to} is {health.described}"
+        if excess_s <= rules.surge_wait_s:
+            return lowered, f"local nodes are busy for {local_s:.1f} s themselves"
     if excess_s > rules.surge_wait_s:
         return raised, f"PrfaaS nodes are busy for {excess_s:.1f} s longer than local ones"
     if excess_s < rules.calm_wait_s:
-        lowered = max(state.threshold_factor / rules.step, 1.0)
         return lowered, "links are clear and PrfaaS queues are short"
     return state.threshold_factor, state.cause
 
 
+def _drain_s(link_id: LinkId, view: View, links: dict[LinkId, LinkState]) -> float:
+    """Seconds until a link has sent what was dispatched to it."""
+    link = view.links[link_id]
+    bps = links[link_id].bps or link.capacity_bps
+    return link.pending_bytes * 8 / bps
+
+
 def shortest_wait_s(cluster: ClusterView, now_s: float) -> float | None:
     """Seconds until a node of the cluster can start another prefill; None if no node prefills."""
-    free = [n.free_at_s for n in cluster.nodes if n.usable and n.role == "prefill"]
-    return max(0.0, min(free) - now_s) if free else None
+    free = cluster.ranks().prefill_free_at_s
+    return max(0.0, free.least()[0] - now_s) if free.nodes else None

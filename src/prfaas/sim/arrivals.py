@@ -16,6 +16,7 @@ import numpy.typing as npt
 from prfaas.cache.replay import block_hashes, conversation_hashes
 from prfaas.config.trace import TraceRow
 from prfaas.errors import InputError
+from prfaas.planner.network.problem import NetworkProblem
 from prfaas.planner.workload import Workload
 from prfaas.types import BlockHash
 
@@ -27,7 +28,8 @@ Counts = npt.NDArray[np.int64]
 class Arrivals:
     """Columns, ascending in time. Every node holds `cached_tokens` of a prompt, as workloads state
     it. With `hashes`, the simulated caches determine the cached length instead. `answers` are the
-    hashes of prompt and answer together, of each request; empty where nothing can be kept."""
+    hashes of prompt and answer together, of each request; empty where nothing can be kept. `homes`
+    are the numbers of the PD clusters at which the requests arrive; None: all at the only one."""
 
     at_s: Array
     prompt_tokens: Counts
@@ -35,6 +37,7 @@ class Arrivals:
     output_tokens: Counts
     hashes: Sequence[tuple[BlockHash, ...]] | None = None
     answers: Sequence[tuple[BlockHash, ...]] | None = None
+    homes: Counts | None = None
 
     def __len__(self) -> int:
         return len(self.at_s)
@@ -52,7 +55,35 @@ class Arrivals:
             self.output_tokens,
             self.hashes,
             self.answers,
+            self.homes,
         )
+
+
+def poisson_at_homes(network: NetworkProblem, rps: float, requests: int, seed: int) -> Arrivals:
+    """Poisson arrivals at every PD cluster, with its share of the total rate `rps` and with the
+    lengths of its own workload."""
+    if len(network.homes) == 1:
+        return poisson(network.homes[0].problem.workload, rps, requests, seed)
+    rng = np.random.default_rng(seed)
+    at_s = np.cumsum(rng.exponential(1 / rps, requests))
+    shares = np.array([home.share for home in network.homes])
+    homes = rng.choice(len(shares), requests, p=shares / shares.sum())
+    return draw_at_homes(network, at_s, homes, rng)
+
+
+def draw_at_homes(
+    network: NetworkProblem, at_s: Array, homes: Counts, rng: np.random.Generator
+) -> Arrivals:
+    """Draws the lengths of requests at given times and PD clusters."""
+    columns = [np.zeros(len(at_s), dtype=np.int64) for _ in range(3)]
+    for number, home in enumerate(network.homes):
+        here = homes == number
+        drawn = _draw_lengths(home.problem.workload, at_s[here], rng)
+        lengths = (drawn.prompt_tokens, drawn.cached_tokens, drawn.output_tokens)
+        for column, values in zip(columns, lengths, strict=True):
+            column[here] = values
+    prompt_tokens, cached_tokens, output_tokens = columns
+    return Arrivals(at_s, prompt_tokens, cached_tokens, output_tokens, homes=homes)
 
 
 def poisson(workload: Workload, rps: float, requests: int, seed: int) -> Arrivals:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prfaas.cache.lease import Lease
 from prfaas.scheduler.request import Route
-from prfaas.sim.links import LinkTransfer
+from prfaas.sim.network.links import LinkTransfer
 
 
 class Attempt:

@@ -10,12 +10,12 @@ answer has ended, it is stored there, too.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from prfaas.cache.checkpoints import checkpoint_policy
 from prfaas.cache.eviction import CostAware
 from prfaas.cache.groups import rules_for, unit_bytes
-from prfaas.cache.index import NodeInfo, NodeMatch, PrefixIndex
+from prfaas.cache.index import NodeInfo, PrefixIndex
 from prfaas.cache.journal import Journal
 from prfaas.cache.lease import Lease
 from prfaas.cache.pool import HybridPrefixPool
@@ -24,6 +24,7 @@ from prfaas.cache.storage.tiers import PoolStorage
 from prfaas.kvspec import KVSpec
 from prfaas.planner.profile import PrefillProfile
 from prfaas.scheduler.handoff import choose_handoff
+from prfaas.scheduler.lookup.prefixes import CachedPrefixes, Holders
 from prfaas.sim.config import CacheConfig
 from prfaas.sim.decode_cache import DecodeCache
 from prfaas.sim.events import Events
@@ -65,9 +66,10 @@ class Caches:
         for node in self._nodes:
             self.join(node)
 
-    def match(self, hashes: Hashes) -> Mapping[NodeId, NodeMatch]:
-        """The cached prefixes by node, as the router's index has them."""
-        return self._index.match({self._config.block_tokens: hashes})
+    def match(self, hashes: Hashes) -> CachedPrefixes:
+        """What the nodes hold of a prompt, as the router's index has it."""
+        found = self._index.match_groups({self._config.block_tokens: hashes})
+        return CachedPrefixes([Holders(*group) for group in found], self._index.numbers)
 
     def join(self, node: NodeId) -> None:
         """A node joins, or returns, with an empty cache."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from prfaas.config.deployment import SchedulerSection
 from prfaas.config.trace import TRACE_BLOCK_TOKENS
@@ -33,6 +33,26 @@ class NodeFault(NamedTuple):
     until_s: float = math.inf
 
 
+class ClusterFault(NamedTuple):
+    """All nodes of a cluster fail together, and return empty at `until_s` (infinity: never)."""
+
+    cluster: ClusterId
+    at_s: float
+    until_s: float = math.inf
+
+
+class LinkFault(NamedTuple):
+    """A link breaks: its transfers end, and their requests start again. From `until_s` on
+    (infinity: never) it has the bandwidth again that is configured, or that a `RateChange` set."""
+
+    link: LinkId
+    at_s: float
+    until_s: float = math.inf
+
+
+Fault: TypeAlias = NodeFault | ClusterFault | LinkFault
+
+
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """One hybrid prefix pool per node."""
@@ -54,7 +74,10 @@ class SimConfig:
     role_switch_s: float = 10.0  # between the end of the drain and the first work of the new role
     decode_kv_bytes: float = math.inf  # KV memory of a decode node, reserved from the grant on
     links: Mapping[LinkId, tuple[RateChange, ...]] = field(default_factory=dict)  # ascending
-    faults: tuple[NodeFault, ...] = ()
+    faults: tuple[Fault, ...] = ()
+    # Round trips between PD clusters, from the one at which a request arrives: the PD clusters that
+    # may decode it where its own cannot. Empty: none.
+    round_trips: Mapping[LinkId, float] = field(default_factory=dict)
     sample_s: float = 1.0  # width of a bin of the time series
     timeline: bool = False  # whether the result keeps every span
 

@@ -6,16 +6,22 @@ one decode step, so that the remainder itself takes longer, too.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from prfaas.config.deployment import RemaindersSection
 from prfaas.scheduler.costs import Costs
 from prfaas.scheduler.options import remainder_steps
 from prfaas.scheduler.request import Route
 from prfaas.sim.caches import Caches, Hashes
 from prfaas.sim.nodes import SimNode
+from prfaas.types import ClusterId
 
 
 class Remainders:
-    def __init__(self, rules: RemaindersSection, costs: Costs, caches: Caches) -> None:
+    def __init__(
+        self, rules: RemaindersSection, costs: Mapping[ClusterId, Costs], caches: Caches
+    ) -> None:
+        """`costs`: of every PD cluster."""
         self._rules = rules
         self._costs = costs
         self._caches = caches
@@ -34,7 +40,7 @@ class Remainders:
         """Delays the node's decodes. Returns the cached tokens and the time of the remainder."""
         cached = min(self._caches.resumable_tokens(node.name, hashes), prompt_tokens - 1)
         uncached = prompt_tokens - cached
-        prefill_s = self._costs.prefill_s[node.cluster](uncached, cached)
+        prefill_s = self._costs[node.cluster].prefill_s[node.cluster](uncached, cached)
         between = remainder_steps(uncached, self._rules.chunk_tokens) - 1
         node.batch.delay(prefill_s)
         self.served += 1

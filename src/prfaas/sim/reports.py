@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from prfaas.scheduler.board import NodeReport
 from prfaas.scheduler.congestion import LinkVerdict
-from prfaas.scheduler.short_term import adjust
 from prfaas.scheduler.view import LinkId
 from prfaas.sim.nodes import SimNode
 from prfaas.types import LinkStats, NodeId
@@ -67,7 +66,7 @@ class Reports:
         """Whether the link is clear, has capacity to spare and stays so. To judge such a link every
         second would take a tenth of a run's time, for the same verdict."""
         world = self._world
-        known = world.state.links.get(link_id)
+        known = world.homes.link_state(link_id)
         clear = known is None or (known.health.verdict is LinkVerdict.CLEAR and known.bps is None)
         busy = report.goodput_bps > QUIET_UTILISATION * world.paths[link_id].bps
         return (
@@ -88,7 +87,6 @@ class Reports:
         for link_id, link_stats in stats:
             world.board.record_link_report(link_id, link_stats)
         now = world.events.now_s
-        view = world.board.view(now, {}, world.waiting_room.work)
-        world.state = adjust(world.state, view, now)
+        world.homes.adjust(world.board, world.waiting_room.work, now)
         if world.waiting_room:
             world.retry_waiting()

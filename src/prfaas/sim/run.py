@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import inf
 
+from prfaas.planner.network.problem import NetworkProblem
 from prfaas.planner.problem import Problem
 from prfaas.sim.arrivals import Arrivals
-from prfaas.sim.config import SimConfig, link_id
+from prfaas.sim.config import SimConfig
 from prfaas.sim.faults import schedule_changes
-from prfaas.sim.results.result import Result
+from prfaas.sim.results.result import ClusterName, Result
 from prfaas.sim.world import World
 
 _PROGRESS_STEPS = 200
@@ -18,7 +19,7 @@ _HOPELESS_S = 3600.0
 
 
 def simulate(
-    problem: Problem,
+    problem: Problem | NetworkProblem,
     arrivals: Arrivals,
     config: SimConfig,
     *,
@@ -41,17 +42,19 @@ def simulate(
         progress(1.0)
     for link in world.links.values():
         link.settle()
-    roles = {remote.pool.cluster: remote.pool.cluster for remote in problem.remotes}
-    roles |= {"pd_p": "prefill", "pd_d": "decode"}
-    egress = [link_id(problem, index) for index in range(len(problem.remotes))]
+    pools = world.network.prfaas_pools
+    roles = {name: name for name in pools} | world.stages.names.roles
+    clusters = [ClusterName(name, "pd") for name in world.homes.names]
     return Result(
         requests=world.columns.requests(),
+        clusters=(*clusters, *(ClusterName(name, "prfaas") for name in pools)),
+        link_bps={link: world.paths[link].bps for link in world.egress},
         series=world.samples.series(
-            world.events.now_s, {name: world.links[name].carried_bits for name in egress}
+            world.events.now_s, {name: world.links[name].carried_bits for name in world.egress}
         ),
         roles=world.stages.roles(roles),
         stages=world.stages.stages(),
-        plans=tuple(world.plans),
+        plans=tuple(world.homes.changes),
         copies=world.copies,
         copied_bytes=world.copied_bytes,
         remainders=0 if world.remainders is None else world.remainders.served,

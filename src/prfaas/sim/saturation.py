@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from prfaas.planner.network.problem import NetworkProblem
 from prfaas.planner.problem import Problem
-from prfaas.scheduler.plan import find_optimum, hardware_for
+from prfaas.scheduler.homes.plans import as_network, planned_rps
 from prfaas.sim.arrivals import Arrivals
 from prfaas.sim.config import SimConfig
 from prfaas.sim.run import simulate
@@ -18,12 +19,13 @@ from prfaas.sim.run import simulate
 _OVERLOAD = 1.1
 
 
-def saturated_rps(problem: Problem, arrivals: Arrivals, config: SimConfig) -> float:
+def saturated_rps(
+    problem: Problem | NetworkProblem, arrivals: Arrivals, config: SimConfig
+) -> float:
     """Returns the number of arrivals over the time until the last first token, when requests arrive
     faster than they can be served. This counts the whole work of the slowest stage: a stage that
     becomes idle early does not raise the rate. The run is without faults."""
-    planned = hardware_for(config.scheduler.policy, problem)
-    offered_rps = _OVERLOAD * find_optimum(planned).capacity_rps
+    offered_rps = _OVERLOAD * planned_rps(as_network(problem), config.scheduler.policy)
     flooded = arrivals.scaled(offered_rps / arrivals.mean_rps)
     calm = replace(config, links={}, faults=(), timeline=False)
     rows = simulate(problem, flooded, calm).requests

@@ -12,33 +12,38 @@ late; the router's own dispatches reach it at once. Faults and role changes are 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable
 from functools import partial
 
+from prfaas.planner.network.problem import NetworkProblem
 from prfaas.planner.problem import Path, Problem
 from prfaas.scheduler.board import Board
 from prfaas.scheduler.costs import build_costs
+from prfaas.scheduler.homes.plans import as_network, home_name
 from prfaas.scheduler.long_term.traffic import TrafficHistory
-from prfaas.scheduler.plan import Plan, Role, first_plan, hardware_for
+from prfaas.scheduler.lookup.prefixes import (
+    EVERY_NODE,
+    NOTHING_CACHED,
+    CachedPrefixes,
+    Holders,
+)
+from prfaas.scheduler.plan import Role
 from prfaas.scheduler.request import CacheCopy, Request
-from prfaas.scheduler.short_term import has_room, route
-from prfaas.scheduler.state import ShortTermState
-from prfaas.scheduler.view import CachedPrefix, LinkId, LinkView
+from prfaas.scheduler.view import LinkId, LinkView
 from prfaas.scheduler.waiting import Hold, WaitingRoom
 from prfaas.sim.arrivals import Arrivals
 from prfaas.sim.attempt import Attempt
 from prfaas.sim.caches import Caches
-from prfaas.sim.config import SimConfig, link_id, local_nodes, node_names
+from prfaas.sim.config import SimConfig, node_names
 from prfaas.sim.events import Events
-from prfaas.sim.links import FluidLink
+from prfaas.sim.homes import SimHomes
+from prfaas.sim.network.links import FluidLink
 from prfaas.sim.nodes import Batch, SimNode
 from prfaas.sim.remainders import Remainders
 from prfaas.sim.reports import Reports
-from prfaas.sim.results.meters import QueueSamples, RequestColumns, StageMeter
-from prfaas.sim.results.result import PlanChange, TimelineSpan
+from prfaas.sim.results.meters import QueueSamples, RequestColumns, StageMeter, StageNames
+from prfaas.sim.results.result import TimelineSpan
 from prfaas.types import ClusterId, NodeId
-
-NOTHING: Mapping[NodeId, CachedPrefix] = {}
 
 
 class _UniformPrefix:
@@ -56,26 +61,41 @@ class _UniformPrefix:
 class _UniformPrefixes:
     """The same cached prefix at every node, by its length. Used where no cache is simulated."""
 
-    def __init__(self, nodes: Collection[NodeId]) -> None:
-        self._nodes = nodes
-        self._found: dict[int, Mapping[NodeId, CachedPrefix]] = {0: NOTHING}
+    def __init__(self, nodes: Iterable[NodeId]) -> None:
+        self._numbers = {node: number for number, node in enumerate(nodes)}
+        self._found = {0: NOTHING_CACHED}
 
-    def match(self, tokens: int) -> Mapping[NodeId, CachedPrefix]:
+    def match(self, tokens: int) -> CachedPrefixes:
         found = self._found.get(tokens)
         if found is None:
-            found = self._found[tokens] = dict.fromkeys(self._nodes, _UniformPrefix(tokens))
+            holders = Holders(_UniformPrefix(tokens), EVERY_NODE)
+            found = self._found[tokens] = CachedPrefixes([holders], self._numbers)
         return found
 
 
 class World:
     """The state of one run. `run.simulate` feeds it with arrivals."""
 
-    def __init__(self, problem: Problem, arrivals: Arrivals, config: SimConfig) -> None:
-        self.problem = problem
+    def __init__(
+        self, problem: Problem | NetworkProblem, arrivals: Arrivals, config: SimConfig
+    ) -> None:
+        self.network = network = as_network(problem)
         self.config = config
         self.events = Events()
-        self.columns = RequestColumns(arrivals)
-        self.stages = StageMeter(arrivals)
+        homes = [home_name(home) for home in network.homes]
+        # The nodes and the profile of every cluster, the PD clusters first.
+        pools = [
+            *(home.problem.local.pool for home in network.homes),
+            *network.prfaas_pools.values(),
+        ]
+        members = [
+            (ClusterId(pool.cluster), node_names(pool.cluster, pool.instances), pool.profile)
+            for pool in pools
+        ]
+        self.paths = _paths(network)
+        self.egress = [(source, target) for source, target in self.paths if target in homes]
+        self.columns = RequestColumns(arrivals, [cluster for cluster, _, _ in members])
+        self.stages = StageMeter(arrivals, StageNames(homes, self.egress))
         self.spans: list[TimelineSpan] = []
         self.copies = 0
         self.copied_bytes = 0
@@ -88,30 +108,24 @@ class World:
         self._hashes = arrivals.hashes
         self._answers = arrivals.answers
 
-        local = ClusterId(problem.local.pool.cluster)
-        members = [(local, local_nodes(problem), problem.local.pool.profile)]
-        for remote in problem.remotes:
-            pool = remote.pool
-            names = node_names(pool.cluster, pool.instances)
-            members.append((ClusterId(pool.cluster), names, pool.profile))
-        self.local = local
-        rules = config.scheduler
-        planned = hardware_for(rules.policy, problem)
-        self.plan: Plan = first_plan(planned, members[0][1], rules.replan)
-        self.plans = [PlanChange(0.0, self.plan)]
-        self.state = ShortTermState(config.scheduler)
-        self.costs = build_costs(problem, max(self._prompts))
-        self.traffic = TrafficHistory(0.0, config.scheduler.replan.window_s)
+        numbers = [0] * len(arrivals) if arrivals.homes is None else arrivals.homes.tolist()
+        self._homes = [homes[number] for number in numbers]  # of the requests
+        nodes = {cluster: names for cluster, names, _ in members}
+        self.homes = SimHomes(network, nodes, config)
+        longest = max(self._prompts)
+        self.costs = {home_name(home): build_costs(home.problem, longest) for home in network.homes}
+        window_s = config.scheduler.replan.window_s
+        self.traffic = {home: TrafficHistory(0.0, window_s) for home in homes}
         self.caches: Caches | None = None
         self._block_tokens = 1 if config.cache is None else config.cache.block_tokens
         if config.cache is not None:
             each = [(node, cluster, p) for cluster, names, p in members for node in names]
-            self.caches = Caches(problem.spec, config.cache, each, self.events, config.event_lag_s)
+            spec = network.homes[0].problem.spec
+            self.caches = Caches(spec, config.cache, each, self.events, config.event_lag_s)
         # They need to know what decode nodes hold, which only simulated caches say.
         self.remainders: Remainders | None = None
         if self.caches is not None and self._hashes is not None:
-            self.remainders = Remainders(rules.remainders, self.costs, self.caches)
-        self.paths = _paths(problem)
+            self.remainders = Remainders(config.scheduler.remainders, self.costs, self.caches)
         self.links = {
             name: FluidLink(self.events, path.bps, config.report_interval_s)
             for name, path in self.paths.items()
@@ -120,19 +134,21 @@ class World:
             name: LinkView(True, path.bps, path.rtt_s, None, 0.0)
             for name, path in self.paths.items()
         }
-        rate = problem.local.decode
+        rates = {home_name(home): home.problem.local.decode for home in network.homes}
+        self.slots = {home: rate.bs_max for home, rate in rates.items()}
         self.board = Board(
             self.costs,
             [(cluster, names) for cluster, names, _ in members],
             views,
-            slots=rate.bs_max,
+            slots=self.slots,
             kv_bytes=config.decode_kv_bytes,
         )
-        self.slots = rate.bs_max
         self.nodes: dict[NodeId, SimNode] = {}
         for cluster, names, _ in members:
             for name in names:
-                role: Role = self.plan.roles[name] if cluster == local else "prefill"
+                plan = self.homes.plans.get(cluster)
+                role: Role = "prefill" if plan is None else plan.roles[name]
+                rate = rates.get(cluster, rates[homes[0]])  # a PrfaaS node never decodes
                 batch = Batch(self.events, rate, self._on_last_token)
                 node = SimNode(name, cluster, role, batch, config.decode_kv_bytes)
                 self.nodes[name] = node
@@ -169,37 +185,37 @@ class World:
         self.waiting_room.retry(self._try_dispatch, self._has_room)
 
     def _has_room(self, cluster: ClusterId) -> bool:
-        view = self.board.view(self.events.now_s, NOTHING, self.waiting_room.work)
-        return has_room(cluster, view, self.state)
+        return self.homes.has_room(cluster, self.board, self.events.now_s)
 
     def _try_dispatch(self, index: int) -> Hold | None:
         """Routes and dispatches a request. Returns its hold if the router decides that it waits."""
         now = self.events.now_s
         if self.caches is not None and self._hashes is not None:
-            cached: Mapping[NodeId, CachedPrefix] = self.caches.match(self._hashes[index])
+            cached = self.caches.match(self._hashes[index])
         else:
             cached = self._uniform.match(self._cached[index])
         request = Request(
             index, self._prompts[index], self._times[index], no_remainder=self.remainders is None
         )
-        view = self.board.view(now, cached, self.waiting_room.work)
-        decision = route(request, view, self.plan, self.state)
+        home, held = self._homes[index], self.waiting_room.work
+        decision = self.homes.route(request, home, self.board, cached, held, now)
         prompt_tokens = self._prompts[index]
         if self.remainders is not None and not isinstance(decision, Hold):
             assert self._hashes is not None
             if self.remainders.is_refused(decision, self._hashes[index], prompt_tokens):
                 request = request._replace(no_remainder=True)
-                decision = route(request, view, self.plan, self.state)
+                decision = self.homes.route(request, home, self.board, cached, held, now)
         if isinstance(decision, Hold):
             return decision
-        kv_bytes = float(self.costs.handoff_bytes(prompt_tokens, prompt_tokens))
+        costs = self.costs[decision.decode_cluster]
+        kv_bytes = float(costs.handoff_bytes(prompt_tokens, prompt_tokens))
         attempt = Attempt(index, decision, kv_bytes)
         self.board.record_dispatch(decision, kv_bytes, now)
         self.nodes[decision.prefill].prefills[attempt] = None
         decode = self.nodes[decision.decode]
         decode.decodes[attempt] = None
         if not self.columns.retries[index]:
-            hold_s = self._outputs[index] * self.costs.t_decode_s
+            hold_s = self._outputs[index] * costs.t_decode_s
             self.stages.offer_request(decision, hold_s, now)
         if decode.free_kv_bytes < kv_bytes or decode.for_memory:
             decode.for_memory.append(attempt)
@@ -264,6 +280,7 @@ class World:
         index = attempt.index
         tokens = self._prompts[index]
         chosen = attempt.route
+        costs = self.costs[chosen.decode_cluster]
         if chosen.is_remainder:
             assert self.remainders is not None and self._hashes is not None
             attempt.hit_tokens, seconds = self.remainders.start(node, self._hashes[index], tokens)
@@ -271,7 +288,7 @@ class World:
             attempt.prefill_lease = self.caches.open(node.name, self._hashes[index])
             hit = 0 if attempt.prefill_lease is None else attempt.prefill_lease.match.tokens
             attempt.hit_tokens = min(hit, tokens - 1)
-            prefill_s = self.costs.prefill_s[node.cluster]
+            prefill_s = costs.prefill_s[node.cluster]
             seconds = prefill_s(tokens - attempt.hit_tokens, attempt.hit_tokens)
         else:
             attempt.hit_tokens = chosen.cached_tokens
@@ -279,8 +296,8 @@ class World:
         attempt.started_s = now
         attempt.service_s = seconds
         if chosen.offloaded:
-            bits = attempt.transfer_tokens * self.costs.bytes_per_token * 8
-            link = self.links[chosen.cluster, self.local]
+            bits = attempt.transfer_tokens * costs.bytes_per_token * 8
+            link = self.links[chosen.cluster, chosen.decode_cluster]
             attempt.transfer = link.produce(bits, seconds, partial(self._on_sent, attempt))
         self.events.at(now + seconds, self._on_prefilled, attempt)
 
@@ -297,25 +314,27 @@ class World:
             self.caches.release(node.name, attempt.prefill_lease)
             attempt.prefill_lease = None
         if not chosen.is_remainder:  # the decode slots that it delays are busy for longer
-            stage = chosen.cluster if chosen.offloaded else "pd_p"
+            stage = self.stages.names.prefill_of(chosen)
             self.stages.use(stage, attempt.started_s, now)
         tokens = self._prompts[attempt.index]
+        costs = self.costs[chosen.decode_cluster]
         if chosen.offloaded:
             assert attempt.transfer is not None
-            closing_bits = self.costs.closing_bytes(tokens) * 8
-            self.links[chosen.cluster, self.local].drain(attempt.transfer, closing_bits)
+            closing_bits = costs.closing_bytes(tokens) * 8
+            link = self.links[chosen.cluster, chosen.decode_cluster]
+            link.drain(attempt.transfer, closing_bits)
         elif chosen.is_remainder:
             self.events.at(now, self._on_handoff, attempt)
         else:
-            fabric_bps = self.costs.fabric_bps(self.local)
-            exposed_s = self.costs.exposed_s(
+            fabric_bps = costs.fabric_bps(chosen.cluster)
+            exposed_s = costs.exposed_s(
                 tokens, attempt.transfer_tokens, attempt.service_s, fabric_bps
             )
             self.events.at(now + exposed_s, self._on_handoff, attempt)
         self.next_prefill(node)
 
     def _on_sent(self, attempt: Attempt) -> None:
-        rtt_s = self.paths[attempt.route.cluster, self.local].rtt_s
+        rtt_s = self.paths[attempt.route.cluster, attempt.route.decode_cluster].rtt_s
         self.events.at(self.events.now_s + rtt_s, self._on_handoff, attempt)
 
     # Decode ---------------------------------------------------------------------------------------
@@ -334,23 +353,25 @@ class World:
         columns.prefill_s[index] = attempt.service_s
         columns.transfer_s[index] = now - attempt.prefilled_s
         columns.hit_tokens[index] = attempt.hit_tokens
-        columns.offloaded[index] = chosen.offloaded
+        columns.record_route(index, chosen)
         node = self.nodes[chosen.decode]
         if self.caches is not None and self._hashes is not None:
             self.caches.store_handoff(node.name, self._hashes[index], self._prompts[index])
         if self.config.timeline:
             self._span(chosen.prefill, "prefill", attempt.started_s, attempt.prefilled_s, attempt)
-            where = f"link {chosen.cluster}" if chosen.offloaded else chosen.prefill
+            where: str = chosen.prefill
+            if chosen.offloaded:
+                where = self.stages.names.link[chosen.cluster, chosen.decode_cluster]
             self._span(where, "hand-off", attempt.prefilled_s, now, attempt)
         if self.config.replans:
             new_tokens = self._prompts[index] - attempt.hit_tokens
             waited_s = attempt.started_s - self._times[index]
-            self.traffic.observe(
+            self.traffic[chosen.decode_cluster].observe(
                 now, new_tokens, attempt.hit_tokens, self._outputs[index], waited_s
             )
         attempt.prefilled_s = now  # the wait for a slot begins here
         attempt.transfer = None
-        if node.batch.running < self.slots:
+        if node.batch.running < self.slots[chosen.decode_cluster]:
             self._decode(attempt, node)
         else:
             node.for_slot.append(attempt)
@@ -366,13 +387,14 @@ class World:
         self.columns.slot_wait_s[index] = now - attempt.prefilled_s
         attempt.started_s = now
         first_s = node.batch.start(attempt, self._outputs[index])
-        self.columns.first_token_s[index] = first_s
+        self.columns.first_token_s[index] = first_s + attempt.route.round_trip_s
 
     def _on_last_token(self, attempt: Attempt) -> None:
         now = self.events.now_s
         node = self.nodes[attempt.route.decode]
-        self.columns.last_token_s[attempt.index] = now
-        self.stages.use("pd_d", attempt.started_s, now)
+        self.columns.last_token_s[attempt.index] = now + attempt.route.round_trip_s
+        stage = self.stages.names.decode[attempt.route.decode_cluster]
+        self.stages.use(stage, attempt.started_s, now)
         if self.config.timeline:
             self._span(node.name, "decode", attempt.started_s, now, attempt)
         del node.decodes[attempt]
@@ -398,9 +420,10 @@ class World:
 
     def switch_if_drained(self, node: SimNode) -> None:
         """Starts the role change of a node that has just finished its last work of the old role."""
-        if node.cluster != self.local or node.switching or not node.alive:
+        plan = self.homes.plans.get(node.cluster)
+        if plan is None or node.switching or not node.alive:
             return
-        if node.role != self.plan.roles[node.name] and node.drained:
+        if node.role != plan.roles[node.name] and node.drained:
             node.switching = True
             self.events.at(self.events.now_s + self.config.role_switch_s, self._on_switched, node)
 
@@ -408,7 +431,7 @@ class World:
         node.switching = False
         if not node.alive:
             return
-        node.role = self.plan.roles[node.name]
+        node.role = self.homes.plans[node.cluster].roles[node.name]
         self.board.assign(node.name, node.role, usable=True)
         self.count_capacity()
 
@@ -417,20 +440,23 @@ class World:
     def count_capacity(self) -> None:
         """Records what each stage can do from now on."""
         now = self.events.now_s
-        servers: dict[str, int] = {"pd_p": 0, "pd_d": 0}
-        for remote in self.problem.remotes:
-            servers[remote.pool.cluster] = 0
+        names = self.stages.names
+        servers: dict[str, int] = {}
+        for home in self.homes.names:
+            servers |= {names.prefill[home]: 0, names.decode[home]: 0}
+        for cluster in self.network.prfaas_pools:
+            servers[cluster] = 0
         for node in self.nodes.values():
             stage: str = node.cluster
-            if node.cluster == self.local:
-                stage = "pd_p" if node.role == "prefill" else "pd_d"
-            servers[stage] += node.alive and not node.switching
+            decodes = node.role == "decode"
+            if node.cluster in self.homes.plans:
+                stage = names.decode[node.cluster] if decodes else names.prefill[node.cluster]
+            if node.alive and not node.switching:
+                servers[stage] += self.slots[node.cluster] if decodes else 1
         for stage, count in servers.items():
-            each = self.slots if stage == "pd_d" else 1
-            self.stages.set_capacity(stage, count * each, now)
-        for index, remote in enumerate(self.problem.remotes):
-            link = self.links[link_id(self.problem, index)]
-            self.stages.set_capacity(f"link {remote.pool.cluster}", link.bps, now)
+            self.stages.set_capacity(stage, count, now)
+        for link in self.egress:
+            self.stages.set_capacity(names.link[link], self.links[link].bps, now)
 
     def _span(self, track: str, name: str, start_s: float, end_s: float, attempt: Attempt) -> None:
         self.spans.append(
@@ -438,12 +464,12 @@ class World:
         )
 
 
-def _paths(problem: Problem) -> dict[LinkId, Path]:
-    local = ClusterId(problem.local.pool.cluster)
+def _paths(network: NetworkProblem) -> dict[LinkId, Path]:
     paths: dict[LinkId, Path] = {}
-    for remote in problem.remotes:
-        name = ClusterId(remote.pool.cluster)
-        paths[name, local] = remote.path
-        if remote.back is not None:
-            paths[local, name] = remote.back
+    for home in network.homes:
+        for remote in home.problem.remotes:
+            source, target = ClusterId(remote.pool.cluster), home_name(home)
+            paths[source, target] = remote.path
+            if remote.back is not None:
+                paths[target, source] = remote.back
     return paths

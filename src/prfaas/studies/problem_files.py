@@ -12,7 +12,7 @@ from prfaas.catalog.hf_config import ConfigGeometry
 from prfaas.catalog.hf_file import read_hf_config, read_hf_shape
 from prfaas.catalog.shape import ModelShape
 from prfaas.config import Deployment
-from prfaas.config.deployment import Lognormal, Mixture, ModelSection, WorkloadSection
+from prfaas.config.deployment import Cluster, Lognormal, Mixture, ModelSection, WorkloadSection
 from prfaas.config.trace import read_trace
 from prfaas.errors import InputError
 from prfaas.estimator.instance import CHUNK_TOKENS, with_weights
@@ -20,7 +20,7 @@ from prfaas.kvspec import KVSpec, build_spec
 from prfaas.planner.comparison import DeploymentComparison, Planner
 from prfaas.planner.curves import Reading
 from prfaas.planner.instance_times import Lengths, PlannedModel, TimesFinder
-from prfaas.planner.problem import Problem, build_problem
+from prfaas.planner.problem import Problem, build_problem, build_problem_at
 from prfaas.planner.ranges import PlanRanges, plan_ranges
 from prfaas.planner.workload import Part, Workload, empirical, lognormal, mixture, uncached_requests
 
@@ -66,8 +66,14 @@ class Study:
             self._catalogs[files] = self._builtin.extended(beside)
         return self._catalogs[files]
 
-    def problem(self, deployment: Deployment, workload: Workload | None = None) -> Problem:
-        """The problem of a deployment, with its own traffic unless `workload` is given."""
+    def problem(
+        self,
+        deployment: Deployment,
+        workload: Workload | None = None,
+        at: Cluster | None = None,
+    ) -> Problem:
+        """The problem of a deployment, with its own traffic unless `workload` is given. `at` is the
+        PD cluster, where there are several."""
         catalog = self.catalog(deployment)
         try:
             spec = self._spec(deployment.model, catalog)
@@ -77,7 +83,10 @@ class Study:
             key = (msgspec.json.encode(deployment.model), tuple(deployment.catalog), lengths)
             if key not in self._finders:
                 self._finders[key] = self._finder(deployment.model, catalog, spec, lengths)
-            return build_problem(deployment, catalog, spec, workload, self._finders[key])
+            times = self._finders[key]
+            if at is None:
+                return build_problem(deployment, catalog, spec, workload, times)
+            return build_problem_at(at, deployment, catalog, spec, workload, times)
         except InputError as error:
             raise error.in_file(self._file) from None
 

@@ -20,12 +20,14 @@ from prfaas.config.link_trace import read_link_trace
 from prfaas.config.trace import TRACE_BLOCK_TOKENS, TraceRow, read_trace
 from prfaas.errors import InputError
 from prfaas.planner import baselines
+from prfaas.planner.network.problem import Home, NetworkProblem
 from prfaas.planner.problem import Problem
 from prfaas.planner.workload import TraceRequest, empirical
+from prfaas.scheduler.homes.plans import as_network
 from prfaas.scheduler.view import LinkId
 from prfaas.sim.arrivals import Arrivals
 from prfaas.sim.config import CacheConfig, RateChange, SimConfig, link_id
-from prfaas.types import BlockHash
+from prfaas.types import BlockHash, ClusterId
 
 Policy: TypeAlias = Literal["paper", "adaptive", "local", "remote"]
 POLICIES: tuple[Policy, ...] = ("paper", "adaptive", "local", "remote")
@@ -34,7 +36,7 @@ BASELINES: dict[str, Policy] = {"homogeneous": "local", "naive": "remote", "equa
 
 
 class Case(NamedTuple):
-    problem: Problem
+    problem: Problem | NetworkProblem
     config: SimConfig
 
 
@@ -71,18 +73,40 @@ def planned_for(problem: Problem, arrivals: Arrivals) -> Problem:
     return replace(problem, workload=empirical(requests))
 
 
+def planned_at_homes(network: NetworkProblem, arrivals: Arrivals) -> NetworkProblem:
+    """Plans for these requests, at several PD clusters: for the lengths and the number of requests
+    that arrive at each of them."""
+    assert arrivals.homes is not None, "there are several PD clusters"
+    homes = []
+    for number, home in enumerate(network.homes):
+        here = arrivals.homes == number
+        columns = (arrivals.prompt_tokens, arrivals.cached_tokens, arrivals.output_tokens)
+        lengths = zip(*(column[here].tolist() for column in columns), strict=True)
+        requests = [TraceRequest(prompt - cached, cached, out) for prompt, cached, out in lengths]
+        problem = replace(home.problem, workload=empirical(requests))
+        homes.append(Home(len(requests) / len(arrivals), problem))
+    return NetworkProblem(tuple(homes))
+
+
 def make_cases(
     deployment: Deployment,
-    problem: Problem,
+    problem: Problem | NetworkProblem,
     policies: Sequence[Policy],
     others: Sequence[str],
     base: SimConfig,
 ) -> dict[str, Case]:
     """Returns one case per policy, in the given order, then one per baseline."""
     cases: dict[str, Case] = {}
+    if others and isinstance(problem, NetworkProblem):
+        raise InputError(
+            "baselines have one pd cluster, and the deployment has several",
+            where="--baseline",
+            fix="leave it out, or simulate each pd cluster on its own",
+        )
     for policy in policies:
         cases[policy] = Case(problem, routed_by(policy, deployment.scheduler, base))
     for name in others:
+        assert isinstance(problem, Problem)
         made: Problem | None = getattr(baselines, name)(problem)
         if made is None:
             why = {
@@ -106,17 +130,36 @@ def cache_config(deployment: Deployment) -> CacheConfig:
     return CacheConfig(bytes_per_node=deployment.cache.gb_per_node * 1e9)
 
 
-def link_changes(path: Path, problem: Problem) -> dict[LinkId, tuple[RateChange, ...]]:
+def round_trips(deployment: Deployment) -> dict[LinkId, float]:
+    """Seconds between every two pd clusters that have a link, whichever direction it is stated
+    for."""
+    names = [cluster.name for cluster in deployment.of_kind("pd")]
+    found: dict[LinkId, float] = {}
+    for one, other in itertools.permutations(names, 2):
+        link = deployment.link(one, other) or deployment.link(other, one)
+        if link is not None:
+            found[ClusterId(one), ClusterId(other)] = link.rtt_ms / 1e3
+    return found
+
+
+def link_changes(
+    path: Path, problem: Problem | NetworkProblem
+) -> dict[LinkId, tuple[RateChange, ...]]:
     """Reads a file of link rates. A line without a link applies to all links of PrfaaS clusters."""
-    bps = {link_id(problem, k): remote.path.bps for k, remote in enumerate(problem.remotes)}
+    bps = {
+        link_id(home.problem, index): remote.path.bps
+        for home in as_network(problem).homes
+        for index, remote in enumerate(home.problem.remotes)
+    }
     changes: dict[LinkId, list[RateChange]] = {link: [] for link in bps}
     for speed in read_link_trace(path):
         named = [link for link in bps if speed.link in (None, link)]
         if not named:
+            named_link = "" if speed.link is None else f" {','.join(speed.link)}"
             raise InputError(
-                f"there is no link {speed.link} from a prfaas cluster",
+                f"there is no link{named_link} from a prfaas cluster",
                 file=path,
-                fix=f"links are: {', '.join(f'{a},{b}' for a, b in bps) or 'none'}",
+                fix=f"name one of these as from,to: {'; '.join(map(','.join, bps)) or 'none'}",
             )
         for link in named:
             changes[link].append(RateChange(speed.at_s, speed.gbps * 1e9 / bps[link]))

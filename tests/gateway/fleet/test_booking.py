@@ -8,7 +8,7 @@ from prfaas.gateway.fleet.prefill_work import PrefillWork
 from prfaas.scheduler.board import Board
 from prfaas.scheduler.request import Route
 from prfaas.scheduler.view import LinkView
-from tests.scheduler.views import BACK, COSTS, FAR, LOCAL, NEAR, OUT, REMOTE
+from tests.scheduler.views import BACK, COSTS, FAR, LOCAL, NEAR, OUT, REMOTE, books
 
 STEPS = st.lists(st.sampled_from(["prefilled", "landed", "close"]), max_size=6)
 
@@ -21,13 +21,13 @@ def test_after_its_end_a_request_leaves_nothing_on_the_board(
     link = LinkView(True, 1e8, 0.01, None, 0.0)
     board = Board(COSTS, [(NEAR, LOCAL), (FAR, REMOTE)], {OUT: link, BACK: link}, slots=4)
     work = {name: PrefillWork() for name in (*LOCAL, *REMOTE)}
-    start = board.view(0.0, {}, {})
+    start = books(board)
     freed: list[int] = []
     bookings = []
     for index, (offloaded, _) in enumerate(attempts):
         prefill = REMOTE[0] if offloaded else LOCAL[0]
         cluster = FAR if offloaded else NEAR
-        route = Route(cluster, prefill, LOCAL[2], offloaded, 0, 100, 1000, 2.0, (), "test")
+        route = Route(cluster, prefill, NEAR, LOCAL[2], offloaded, 0, 100, 1000, 2.0, (), "test")
         bookings.append(
             Booking(board, work[prefill], route, 5e8, 0.0, lambda i=index: freed.append(i))
         )
@@ -46,4 +46,4 @@ def test_after_its_end_a_request_leaves_nothing_on_the_board(
     assert all(len(each) == 0 for each in work.values())
     for name in (LOCAL[0], REMOTE[0]):
         board.forget_work(name)
-    assert board.view(0.0, {}, {}) == start
+    assert books(board) == start

@@ -39,7 +39,7 @@ def replan(window: TrafficWindow, plan: Plan) -> Plan | None:
     hardware_changed = problem.pools != plan.problem.pools
     before, problem = problem, with_paces(problem, window.paces)
     pace_changed = problem.pools != before.pools
-    blocks, fitted = _steady(window, rules)
+    blocks, fitted = steady_traffic(window, rules)
     if fitted is not None:
         problem = replace(problem, workload=fitted)
     elif not hardware_changed:
@@ -58,7 +58,7 @@ def replan(window: TrafficWindow, plan: Plan) -> Plan | None:
         worth = max(rules.min_gain, 1 / math.sqrt(requests))
         if best.capacity_rps > here.capacity_rps * (1 + worth):
             step = best.n_prefill - n_prefill
-    changed = _convert(roles, step, plan, window.now_s)
+    changed = convert_roles(roles, step, plan, window.now_s)
     if changed:
         roles |= changed
         here = solver.best(sum(role == "prefill" for role in roles.values()))
@@ -76,14 +76,14 @@ def replan(window: TrafficWindow, plan: Plan) -> Plan | None:
         capacity_rps=here.capacity_rps,
         made_s=window.now_s,
         converted_s={**plan.converted_s, **dict.fromkeys(changed, window.now_s)},
-        reason=_reason(changed, moved, hardware_changed, pace_changed),
+        reason=describe_change(changed, moved, hardware_changed, pace_changed),
     )
 
 
 # Fitting -----------------------------------------------------------------------------------------
 
 
-def _steady(window: TrafficWindow, rules: ReplanSection) -> tuple[int, Workload | None]:
+def steady_traffic(window: TrafficWindow, rules: ReplanSection) -> tuple[int, Workload | None]:
     """The number of newest blocks of requests that look alike, and the traffic of all of them."""
     warm = int(np.searchsorted(window.at_s, window.started_s + rules.warmup_s))
     total = len(window.at_s) - warm
@@ -130,7 +130,7 @@ def _fit(window: TrafficWindow, chosen: slice) -> Workload:
 # Roles -------------------------------------------------------------------------------------------
 
 
-def _convert(
+def convert_roles(
     roles: Mapping[NodeId, Role], step: int, plan: Plan, now_s: float
 ) -> dict[NodeId, Role]:
     """New roles for up to `step` nodes (negative: towards decode). Nodes whose latest change is
@@ -146,7 +146,7 @@ def _convert(
     return dict.fromkeys(rested[: min(abs(step), at_once)], new)
 
 
-def _reason(
+def describe_change(
     changed: Mapping[NodeId, Role], moved: bool, hardware_changed: bool, pace_changed: bool
 ) -> str:
     parts = [f"{node} to {role}" for node, role in changed.items()]

@@ -6,7 +6,7 @@ Columns are arrays of doubles: a million requests fit in a hundred megabytes.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from prfaas.scheduler.request import Route
 from prfaas.scheduler.view import LinkId
 from prfaas.sim.arrivals import Arrivals
 from prfaas.sim.results.result import Requests, RoleUse, Series, StageBacklog
+from prfaas.types import ClusterId
 
 WARM_UP = 0.1  # share of the requests that arrive before the measured window
 
@@ -21,8 +22,10 @@ WARM_UP = 0.1  # share of the requests that arrive before the measured window
 class RequestColumns:
     """One row per arrival. A time is NaN until its event happens."""
 
-    def __init__(self, arrivals: Arrivals) -> None:
+    def __init__(self, arrivals: Arrivals, clusters: Iterable[str]) -> None:
+        """`clusters`: the PD clusters, in the order of `arrivals.homes`, then the others."""
         self._arrivals = arrivals
+        self._numbers = {name: number for number, name in enumerate(clusters)}
         count = len(arrivals)
         never = array("d", [float("nan")]) * count
         zero = array("d", bytes(8 * count))
@@ -31,8 +34,16 @@ class RequestColumns:
         self.slot_wait_s = zero[:]
         self.hit_tokens, self.retries = zero[:], zero[:]
         self.offloaded = bytearray(count)
+        self._prefill_cluster = array("h", [-1]) * count
+        self._decode_cluster = array("h", [-1]) * count
+
+    def record_route(self, index: int, route: Route) -> None:
+        self.offloaded[index] = route.offloaded
+        self._prefill_cluster[index] = self._numbers[route.cluster]
+        self._decode_cluster[index] = self._numbers[route.decode_cluster]
 
     def requests(self) -> Requests:
+        homes = self._arrivals.homes
         return Requests(
             arrival_s=self._arrivals.at_s,
             first_token_s=np.array(self.first_token_s),
@@ -46,13 +57,37 @@ class RequestColumns:
             hit_tokens=np.array(self.hit_tokens).astype(np.int64),
             offloaded=np.frombuffer(bytes(self.offloaded), dtype=np.bool_),
             retries=np.array(self.retries).astype(np.int64),
+            home=np.zeros(len(self.retries), dtype=np.int64) if homes is None else homes,
+            prefill_cluster=np.array(self._prefill_cluster).astype(np.int64),
+            decode_cluster=np.array(self._decode_cluster).astype(np.int64),
         )
+
+
+class StageNames:
+    """Names of stages. With one PD cluster they are as short as in the paper."""
+
+    def __init__(self, homes: Sequence[ClusterId], links: Iterable[LinkId]) -> None:
+        only = len(homes) == 1
+        self.prefill: dict[ClusterId, str] = {h: "pd_p" if only else f"pd_p {h}" for h in homes}
+        self.decode: dict[ClusterId, str] = {h: "pd_d" if only else f"pd_d {h}" for h in homes}
+        self.link: dict[LinkId, str] = {
+            (source, target): f"link {source}" if only else f"link {source} {target}"
+            for source, target in links
+        }
+        self.roles: dict[str, str] = {}  # stage -> role
+        for home in homes:
+            self.roles[self.prefill[home]] = "prefill" if only else f"{home} prefill"
+            self.roles[self.decode[home]] = "decode" if only else f"{home} decode"
+
+    def prefill_of(self, route: Route) -> str:
+        return route.cluster if route.offloaded else self.prefill[route.cluster]
 
 
 class StageMeter:
     """Offered work, busy time and capacity, per stage and per role."""
 
-    def __init__(self, arrivals: Arrivals) -> None:
+    def __init__(self, arrivals: Arrivals, names: StageNames) -> None:
+        self.names = names
         at = arrivals.at_s
         self.start_s = float(at[int(len(at) * WARM_UP)])
         self.stop_s = float(at[-1])
@@ -70,11 +105,13 @@ class StageMeter:
     def offer_request(self, route: Route, hold_s: float, now_s: float) -> None:
         """Counts a dispatched request at every stage it passes. `hold_s`: the expected time that it
         takes a decode slot."""
+        names = self.names
         if not route.is_remainder:
-            self.offer(route.cluster if route.offloaded else "pd_p", route.prefill_s, now_s)
-        self.offer("pd_d", hold_s, now_s)
+            self.offer(names.prefill_of(route), route.prefill_s, now_s)
+        self.offer(names.decode[route.decode_cluster], hold_s, now_s)
         if route.offloaded:
-            self.offer(f"link {route.cluster}", route.nbytes * 8, now_s)
+            link = names.link[route.cluster, route.decode_cluster]
+            self.offer(link, route.nbytes * 8, now_s)
 
     def use(self, stage: str, start_s: float, stop_s: float) -> None:
         """Counts busy time of one server of a stage, as far as it lies in the measured window."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +38,11 @@ class Requests:
     output_tokens: Counts
     hit_tokens: Counts  # length of the cached prefix after which the prefill resumed
     offloaded: Flags
-    retries: Counts  # attempts after the first, each after the loss of a node
+    retries: Counts  # attempts after the first, each after the loss of a node or link
+    # Numbers of clusters in `Result.clusters`; -1 where the request was not served.
+    home: Counts  # the PD cluster at which it arrived
+    prefill_cluster: Counts
+    decode_cluster: Counts
 
     @property
     def ttft_s(self) -> Array:
@@ -61,17 +65,26 @@ class Series:
     decode_queue: Array  # requests whose KV is in place, waiting for a slot
 
 
+class ClusterName(NamedTuple):
+    name: str
+    kind: Literal["pd", "prfaas"]
+
+
 class RoleUse(NamedTuple):
     """Utilisation of a role over the measured window (`Result.window_s`)."""
 
-    role: str  # a PrfaaS cluster's name, "prefill" or "decode" (of the PD cluster)
+    # A PrfaaS cluster's name, "prefill" or "decode" (of the PD cluster). With several PD clusters,
+    # the name of the cluster comes first: "east prefill".
+    role: str
     utilisation: float  # busy share; for decode the share of slots taken
 
 
 class StageBacklog(NamedTuple):
     """The growth of one stage's backlog: whether the stage kept up."""
 
-    name: str  # as the planner names them: "pd_p", "pd_d", a PrfaaS cluster, "link <cluster>"
+    # As the planner names them: "pd_p", "pd_d", a PrfaaS cluster, "link <cluster>". With several PD
+    # clusters also their names: "pd_p east", "link <cluster> east".
+    name: str
     growth_s_per_s: float  # seconds of work that its backlog gained per second of the window
 
 
@@ -94,10 +107,12 @@ class TimelineSpan(NamedTuple):
 @dataclass(frozen=True, slots=True, eq=False)
 class Result:
     requests: Requests
+    clusters: tuple[ClusterName, ...]  # the PD clusters first
+    link_bps: Mapping[LinkId, float]  # of the links of hand-offs, as configured
     series: Series
     roles: tuple[RoleUse, ...]
     stages: tuple[StageBacklog, ...]
-    plans: tuple[PlanChange, ...]  # the first is the plan the run began with
+    plans: tuple[PlanChange, ...]  # first those that the run began with, one per PD cluster
     copies: int  # of cached prefixes between nodes
     copied_bytes: int
     remainders: int  # that decode nodes prefilled
@@ -107,20 +122,26 @@ class Result:
     window_s: tuple[float, float]
 
     @property
+    def plan_changes(self) -> tuple[PlanChange, ...]:
+        """The plans that the long-term loop made."""
+        homes = sum(cluster.kind == "pd" for cluster in self.clusters)
+        return self.plans[homes:]
+
+    @property
     def throughput_rps(self) -> float:
         """First tokens per second, over the measured window."""
-        return self._rate(np.ones(len(self.requests.arrival_s), dtype=bool))
+        return self.rate_rps(np.ones(len(self.requests.arrival_s), dtype=bool))
 
     @property
     def served_rps(self) -> float:
         """First tokens per second of requests that also arrived in the measured window. A backlog
         from before the window raises `throughput_rps` of the policy that built it, but not this."""
-        return self._rate(self.requests.arrival_s >= self.window_s[0])
+        return self.rate_rps(self.requests.arrival_s >= self.window_s[0])
 
     def goodput_rps(self, ttft_s: Array | float, tpot_s: float) -> float:
         """First tokens per second of requests that met both limits of the service level."""
         rows = self.requests
-        return self._rate((rows.ttft_s <= ttft_s) & (rows.tpot_s <= tpot_s * (1 + 1e-9)))
+        return self.rate_rps((rows.ttft_s <= ttft_s) & (rows.tpot_s <= tpot_s * (1 + 1e-9)))
 
     @property
     def measured(self) -> Flags:
@@ -140,7 +161,8 @@ class Result:
     def stable(self) -> bool:
         return self.bottleneck is None and not np.isnan(self.requests.first_token_s).any()
 
-    def _rate(self, counted: Flags) -> float:
+    def rate_rps(self, counted: Flags) -> float:
+        """First tokens per second of these requests, over the measured window."""
         start, stop = self.window_s
         at = self.requests.first_token_s
         inside = counted & (at >= start) & (at < stop)

@@ -13,8 +13,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from prfaas.planner.network.problem import NetworkProblem
 from prfaas.planner.problem import Problem
-from prfaas.scheduler.plan import find_optimum
+from prfaas.scheduler.homes.plans import as_network, planned_rps
 from prfaas.sim.arrivals import Arrivals
 from prfaas.sim.config import SimConfig
 from prfaas.sim.run import simulate
@@ -36,7 +37,7 @@ class ServiceLevel:
 
 
 def idle_service_level(
-    problem: Problem, arrivals: Arrivals, config: SimConfig, tpot_s: float
+    problem: Problem | NetworkProblem, arrivals: Arrivals, config: SimConfig, tpot_s: float
 ) -> ServiceLevel:
     """Measures the limits in a run of the same requests at low load, without faults or replans."""
     calm = replace(
@@ -47,7 +48,7 @@ def idle_service_level(
         replans=False,
         timeline=False,
     )
-    idle_rps = _IDLE_LOAD * find_optimum(problem).capacity_rps
+    idle_rps = _IDLE_LOAD * planned_rps(as_network(problem), "paper")
     rows = simulate(problem, arrivals.scaled(idle_rps / arrivals.mean_rps), calm).requests
     idle_s = rows.ttft_s - rows.wait_s - rows.slot_wait_s
     return ServiceLevel(IDLE_TTFT_SLACK * idle_s, tpot_s)

@@ -11,6 +11,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from prfaas.sim.results.clusters import (
+    LinkSummary,
+    PdClusterSummary,
+    PrfaasClusterSummary,
+    summarise_links,
+    summarise_pd_clusters,
+    summarise_prfaas_clusters,
+)
 from prfaas.sim.results.result import Result
 from prfaas.sim.results.service_level import ServiceLevel
 
@@ -64,6 +72,9 @@ class Summary:
     plan_changes: int
     stable: bool
     behind: LaggingStage | None
+    pd_clusters: tuple[PdClusterSummary, ...]
+    prfaas_clusters: tuple[PrfaasClusterSummary, ...]
+    links: tuple[LinkSummary, ...]
 
     def as_dict(self) -> dict[str, Any]:
         """JSON has no NaN: a figure that does not exist is null."""
@@ -88,9 +99,12 @@ def summarise(result: Result, level: ServiceLevel) -> Summary:
         hit_rate=int(rows.hit_tokens[measured].sum()) / prompt_tokens if prompt_tokens else np.nan,
         copied_gb=result.copied_bytes / 1e9,
         utilisation={use.role: use.utilisation for use in result.roles},
-        plan_changes=len(result.plans) - 1,
+        plan_changes=len(result.plan_changes),
         stable=result.stable,
         behind=None if lagging is None else LaggingStage(lagging.name, lagging.growth_s_per_s),
+        pd_clusters=summarise_pd_clusters(result, level),
+        prfaas_clusters=summarise_prfaas_clusters(result),
+        links=summarise_links(result),
     )
 
 
@@ -110,6 +124,8 @@ def _mean(values: Array) -> float:
 def _to_json(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _to_json(inner) for key, inner in value.items()}
+    if isinstance(value, tuple):
+        return [_to_json(inner) for inner in value]
     if isinstance(value, float) and not np.isfinite(value):
         return None
     return value

@@ -43,7 +43,7 @@ def chrome_trace(runs: Mapping[str, Result]) -> dict[str, Any]:
                 "pid": process,
                 "tid": 0,
             }
-            for change in result.plans[1:]
+            for change in result.plan_changes
         ]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.sim.events import Events
-from prfaas.sim.links import FluidLink, LinkTransfer
+from prfaas.sim.network.links import FluidLink, LinkTransfer
 
 
 class Bench:

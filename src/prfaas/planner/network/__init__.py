@@ -1,0 +1,1 @@
+"""Plans of several PD clusters that share several PrfaaS clusters."""

@@ -1,0 +1,1 @@
+"""Finds the best nodes without a look at all of them: ranked nodes, and sets of nodes as masks."""

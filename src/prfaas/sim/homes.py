@@ -1,0 +1,86 @@
+"""The PD clusters of a run: their plans, their short-term state, and the routes from them.
+
+It holds what the gateway's router holds in a live deployment. With one PD cluster it adds nothing
+to `scheduler.short_term.route`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from prfaas.planner.network.problem import NetworkProblem
+from prfaas.scheduler.board import Board
+from prfaas.scheduler.homes.elsewhere import HomeContext, route_from
+from prfaas.scheduler.homes.plans import first_plans, home_name
+from prfaas.scheduler.lookup.prefixes import NOTHING_CACHED, CachedPrefixes
+from prfaas.scheduler.plan import Plan
+from prfaas.scheduler.request import Request, Route
+from prfaas.scheduler.short_term import adjust, has_room_at, route
+from prfaas.scheduler.state import LinkState, ShortTermState
+from prfaas.scheduler.view import LinkId
+from prfaas.scheduler.waiting import HeldWork, Hold
+from prfaas.sim.config import SimConfig
+from prfaas.sim.results.result import PlanChange
+from prfaas.types import ClusterId, NodeId
+
+
+class SimHomes:
+    def __init__(
+        self,
+        network: NetworkProblem,
+        nodes: Mapping[ClusterId, Sequence[NodeId]],
+        config: SimConfig,
+    ) -> None:
+        """`nodes`: of every PD cluster."""
+        self.names = [home_name(home) for home in network.homes]
+        self._rules = config.scheduler
+        self.plans = first_plans(network, nodes, self._rules.replan, self._rules.policy)
+        self.changes = [PlanChange(0.0, plan) for plan in self.plans.values()]
+        self._states = {name: ShortTermState(self._rules) for name in self.names}
+        self._round_trips = {
+            name: [
+                (other, config.round_trips[name, other])
+                for other in self.names
+                if (name, other) in config.round_trips
+            ]
+            for name in self.names
+        }
+
+    def route(
+        self,
+        request: Request,
+        home: ClusterId,
+        board: Board,
+        cached: CachedPrefixes,
+        held: Mapping[ClusterId, HeldWork],
+        now_s: float,
+    ) -> Route | Hold:
+        view = board.view(now_s, cached, held, home)
+        plan, state = self.plans[home], self._states[home]
+        if len(self.names) == 1:
+            return route(request, view, plan, state)
+
+        def others() -> Iterator[HomeContext]:
+            for other, round_trip_s in self._round_trips[home]:
+                there = board.view(now_s, cached, held, other)
+                yield HomeContext(there, self.plans[other], self._states[other], round_trip_s)
+
+        return route_from(request, HomeContext(view, plan, state), others)
+
+    def has_room(self, cluster: ClusterId, board: Board, now_s: float) -> bool:
+        return has_room_at(board.cluster(cluster), now_s, self._rules)
+
+    def adjust(self, board: Board, held: Mapping[ClusterId, HeldWork], now_s: float) -> None:
+        """Updates the short-term state of every PD cluster after a round of reports."""
+        for name, state in self._states.items():
+            view = board.view(now_s, NOTHING_CACHED, held, name)
+            self._states[name] = adjust(state, view, now_s)
+
+    def link_state(self, link_id: LinkId) -> LinkState | None:
+        source, target = link_id
+        home = target if target in self._states else source
+        return self._states[home].links.get(link_id)
+
+    def change_plans(self, plans: Mapping[ClusterId, Plan], now_s: float) -> None:
+        self.plans |= plans
+        self.changes += [PlanChange(now_s, plan) for plan in plans.values()]

@@ -1,0 +1,1 @@
+"""Links between simulated clusters, and how transfers share them."""

@@ -1,0 +1,47 @@
+"""Plans deployments with several PD clusters from their files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from prfaas.config import Deployment
+from prfaas.config.deployment import Cluster
+from prfaas.errors import InputError
+from prfaas.planner.curves import Reading
+from prfaas.planner.network.comparison import NetworkComparison, compare
+from prfaas.planner.network.problem import NetworkProblem, build_network
+from prfaas.planner.network.solve import NetworkPlanner
+from prfaas.planner.problem import Problem
+from prfaas.studies.problem_files import Study
+
+
+class NetworkStudy(Study):
+    """A study of deployments with any number of PD clusters. With one PD cluster, `Study.plan`
+    tells more: TTFT, and the stages of the paper's tables."""
+
+    def __init__(self, file: Path, reading: Reading) -> None:
+        super().__init__(file, reading)
+        self._network_planner = NetworkPlanner(reading)
+
+    def plan_network(self, deployment: Deployment) -> NetworkComparison:
+        problem = self.network(deployment)
+        try:
+            return compare(problem, self._reading, self._network_planner)
+        except InputError as error:
+            raise error.in_file(self._file) from None
+
+    @property
+    def programmes_solved(self) -> int:
+        """Linear programmes so far."""
+        return self._network_planner.programmes_solved
+
+    def network(self, deployment: Deployment) -> NetworkProblem:
+        return build_network(deployment, lambda pd: self.problem_at(pd, deployment))
+
+    def problem_at(self, pd: Cluster, deployment: Deployment) -> Problem:
+        """The problem of one PD cluster, with its own traffic."""
+        try:
+            workload = self._workload(deployment.workload_of(pd))
+        except InputError as error:
+            raise error.in_file(self._file) from None
+        return self.problem(deployment, workload, at=pd)
