@@ -6,7 +6,7 @@ import numpy as np
 
 from prfaas.config.deployment import ReplanSection
 from prfaas.scheduler.plan import first_plan
-from prfaas.sim.config import local_nodes
+from prfaas.sim.config import node_names
 from prfaas.sim.results.result import (
     ClusterName,
     PlanChange,
@@ -38,7 +38,8 @@ def result(
     arrival = np.arange(count, dtype=float)
     first = arrival + np.array(ttft_s)
     given = problem()
-    plan = first_plan(given, local_nodes(given), ReplanSection())
+    pool = given.local.pool
+    plan = first_plan(given, node_names(pool.cluster, pool.instances), ReplanSection())
     bits = np.array(egress_bits or [0.0] * count)
     return Result(
         requests=Requests(

@@ -82,12 +82,8 @@ class SimConfig:
     timeline: bool = False  # whether the result keeps every span
 
 
-def local_nodes(problem: Problem) -> tuple[NodeId, ...]:
-    """Names of the PD cluster's nodes, in the order in which the first plan assigns roles."""
-    return node_names(problem.local.pool.cluster, problem.local.pool.instances)
-
-
 def node_names(cluster: str, instances: int) -> tuple[NodeId, ...]:
+    """Names of a cluster's nodes. The first plan assigns roles in this order."""
     return tuple(NodeId(f"{cluster}-{index}") for index in range(instances))
 
 
