@@ -7,6 +7,7 @@ would, so that what arrives elsewhere can be told apart. No weights, no forward 
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,7 @@ class EngineFree:
             StructuredOutputManager(config),
             block_size=block_size,
             hash_block_size=hash_block_size,
+            log_stats=True,
         )
         client = KvdClient(
             kvd,
@@ -94,6 +96,7 @@ class EngineFree:
         self.blocks = dict(self._caches(caches))
         self.worker.set_copies(native_copies(self.layout, self.blocks, caches.num_blocks))
         self.answers: dict[str, Any] = {}
+        self.counts: Counter[str] = Counter()  # of the connector in the scheduler
         self.resumed: dict[str, dict[str, list[bytes]]] = {}  # before a request's first step
         self.left: dict[str, dict[str, list[bytes]]] = {}  # after its last
         init_none_hash(sha256)
@@ -159,6 +162,8 @@ class EngineFree:
             ),
         )
         for outputs in done.values():
+            if outputs.scheduler_stats is not None:
+                self.counts.update(outputs.scheduler_stats.kv_connector_stats or {})
             for one in outputs.outputs:
                 if one.finish_reason is not None:
                     self.answers[one.request_id] = (

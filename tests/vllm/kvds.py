@@ -17,8 +17,10 @@ from prfaas.cache.hashing import block_hashes
 from prfaas.contracts.kvd_api import (
     EventPage,
     KvdReport,
+    MatchPrefix,
     OpenTransfer,
     PoolReport,
+    PrefixMatch,
     PrefixPulled,
     PullPrefix,
     TransferStatus,
@@ -87,6 +89,10 @@ class Kvd:
         body = msgspec.json.encode(PullPrefix(source, hashes, compat=compat))
         return self._ask(PrefixPulled, "POST", "/v1/pull", body)
 
+    def matched_tokens(self, prompt: list[int]) -> int:
+        """How much of the prompt the kvd has, in any form."""
+        return max(self._match(prompt, pool.compat).tokens for pool in self.report().pools)
+
     def handoff_bytes(self, tokens: int, skip_tokens: int = 0) -> int:
         """Of a hand-off at a block boundary: whole blocks."""
         pool = self.pool()
@@ -113,6 +119,11 @@ class Kvd:
             occupancy = pool.occupancy
             busy += [occupancy.leases, occupancy.used_pages - occupancy.idle_pages]
         return not any(busy)
+
+    def _match(self, prompt: list[int], compat: Compat) -> PrefixMatch:
+        hashes = tuple(block_hashes(prompt, compat.block_tokens))
+        body = msgspec.json.encode(MatchPrefix(hashes, compat))
+        return self._ask(PrefixMatch, "POST", "/v1/match", body)  # type: ignore[no-any-return]
 
     def _ask(self, kind: Any, method: str, path: str, body: bytes | None = None) -> Any:
         request = urllib.request.Request(self.url + path, data=body, method=method)

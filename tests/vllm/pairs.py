@@ -17,6 +17,8 @@ from tests.vllm.servers import connected_server
 from tests.waiting import wait_until
 
 PATIENCE_S = 60.0
+# On a busy machine a kvd may need longer than the default to find a prefix.
+SETTINGS = {"lookup_timeout_s": 10.0}
 
 
 @dataclass(slots=True)
@@ -125,7 +127,9 @@ def _engines(
     directory: Path, model: Path, flags: Sequence[str], source: kvds.Kvd, target: kvds.Kvd
 ) -> tuple[VllmServer, VllmServer]:
     prefill, decode = (
-        connected_server(directory, name, model, kvd.socket, core=core, flags=flags)
+        connected_server(
+            directory, name, model, kvd.socket, core=core, flags=flags, settings=SETTINGS
+        )
         for core, (name, kvd) in enumerate((("p", source), ("d", target)))
     )
     return prefill, decode

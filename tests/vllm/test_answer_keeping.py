@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -161,3 +162,22 @@ def test_nothing_is_kept_or_looked_up_when_it_is_switched_off(node: Node) -> Non
     assert "second" not in engine.resumed
     assert not any(step.boundaries or step.keeps for step in steps)
     assert node.kvd.pool().counters == before
+
+
+@ONE_MODEL
+def test_a_request_is_computed_when_the_kvd_does_not_answer_in_time(node: Node) -> None:
+    first, second = conversation(seed=6)
+    node.engine.add("first", first, max_tokens=ANSWER)
+    node.engine.run("first")
+    node.settle()
+    wait_until(lambda: node.kept_answers == 1)
+    engine = node.restart()
+    node.kvd.process.send_signal(signal.SIGSTOP)
+    try:
+        engine.add("second", second)
+        engine.run("second")
+        assert "second" not in engine.resumed
+        assert engine.counts["late_lookups"] == 1
+    finally:
+        node.kvd.process.send_signal(signal.SIGCONT)
+    node.settle()

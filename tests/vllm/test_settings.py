@@ -18,6 +18,7 @@ from tests.vllm.models import full
 def test_a_kvd_is_all_that_has_to_be_set() -> None:
     settings = read_settings({"kvd": "/run/kvd.sock"})
     assert (settings.kvd, settings.form, settings.block_tokens) == ("/run/kvd.sock", "auto", 64)
+    assert settings.lookup_timeout_s == 0.5
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,7 @@ def test_a_kvd_is_all_that_has_to_be_set() -> None:
         ({"kvd": "x", "form": "cannonical"}, r"\$\.form"),
         ({"kvd": "x", "from": "canonical"}, "settings are: kvd, url, form"),
         ({"kvd": "x", "block_tokens": 0}, r"\$\.block_tokens"),
+        ({"kvd": "x", "lookup_timeout_s": 0}, r"\$\.lookup_timeout_s"),
         ({"kvd": "x", "wire_kv_dtype": "fp16"}, "wire_kv_dtype"),
         ({"kvd": "x", "wire_kv_dtype": "float8_e4m3fn"}, "wire_kv_dtype"),  # scales do not travel
         ({"kvd": "x", "wire_state_dtype": "double"}, "wire_state_dtype"),

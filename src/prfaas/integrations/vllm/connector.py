@@ -100,7 +100,12 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             resumes = compat.can_resume(vllm_config)
             answers = AnswerKeeper(accesses, max_requests) if keeps else None
-            self._scheduler = SchedulerSide(accesses, can_resume=resumes, answers=answers)
+            self._scheduler = SchedulerSide(
+                accesses,
+                can_resume=resumes,
+                answers=answers,
+                lookup_timeout_s=settings.lookup_timeout_s,
+            )
             first = accesses.first
             self._relay = EventRelay.of(vllm_config.kv_events_config, first.kvd, first.layout)
 

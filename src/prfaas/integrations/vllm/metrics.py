@@ -19,6 +19,7 @@ COUNTERS = {
     "loaded_tokens": "Tokens loaded from the kvd instead of computed",
     "kept_answers": "Answers whose state the kvd keeps",
     "unkept_answers": "Answers whose state was not kept: no room, or no kvd",
+    "late_lookups": "Requests that did not wait any longer for the kvd to find their prefix",
     "saved_bytes": "Bytes copied to the kvd",
     "loaded_bytes": "Bytes copied from the kvd",
 }

@@ -89,13 +89,15 @@ class SchedulerSide:
         *,
         can_resume: bool = True,
         answers: AnswerKeeper | None = None,
+        lookup_timeout_s: float,
     ) -> None:
         """`can_resume`: vLLM can compute the rest of a prompt whose beginning is cached. Without
-        `answers` none is kept."""
+        `answers` none is kept, and no request looks for kept ones."""
         self._forms = forms
         self._can_resume = can_resume
         self._answers = answers
-        self._lookups = PrefixLookups() if answers is not None and can_resume else None
+        looks = answers is not None and can_resume
+        self._lookups = PrefixLookups(lookup_timeout_s) if looks else None
         self._requests: dict[str, PrefillState | DecodeState | PrefixLookup] = {}
         self._refusals: dict[str, dict[str, Any]] = {}
         self._orders = StepOrders()
@@ -152,6 +154,8 @@ class SchedulerSide:
             if not lookup.is_done(self._lookups.clock.now()):
                 return None, False
             del self._requests[request.request_id]
+            if lookup.late:
+                self._count("late_lookups", 1)
             if (found := lookup.take()) is not None:
                 self._requests[request.request_id] = DecodeState(lookup.access, found)
         match self._requests.get(request.request_id):

@@ -29,6 +29,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     wire_state_dtype: str | None = None
     # Whether the kvd keeps the state of an answer that has ended, for the next prompt.
     keep_answers: bool = NodeSection().keep_answers
+    # How long a request without a hand-off waits for the kvd's answer whether it has a prefix.
+    lookup_timeout_s: Annotated[float, msgspec.Meta(gt=0, le=60)] = 0.5
 
 
 def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:

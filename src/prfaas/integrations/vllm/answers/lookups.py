@@ -1,8 +1,8 @@
 """Prefixes in the kvd for requests that are not handed off: what the node has kept serves them too.
 
 The scheduler asks the kvd in a thread. It waits for the answer for a moment, then tells vLLM to ask
-again later, and after `LOOKUP_S` the request is computed without the kvd: a kvd that does not
-answer delays no request for longer than that.
+again later, and after the setting `lookup_timeout_s` the request is computed without the kvd: a kvd
+that does not answer delays no request for longer than that.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 MOMENT_S = 0.01  # a kvd answers within a millisecond
-LOOKUP_S = 0.5
 MAX_LOOKUPS = 256  # that wait for the kvd. Further requests do not ask
 
 
@@ -41,6 +40,11 @@ class PrefixLookup:
             wait([self._found], MOMENT_S)
         return self._found.done() or now_s > self._until_s
 
+    @property
+    def late(self) -> bool:
+        """The kvd has not answered yet."""
+        return not self._found.done()
+
     def take(self) -> ReadLease | None:
         """The pinned prefix, which the caller releases. None: there is none, or it came too
         late."""
@@ -56,7 +60,8 @@ class PrefixLookup:
 
 
 class PrefixLookups:
-    def __init__(self, clock: Clock | None = None) -> None:
+    def __init__(self, timeout_s: float, clock: Clock | None = None) -> None:
+        self._timeout_s = timeout_s
         self.clock = clock or MonotonicClock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prfaas-lookups")
         self._waiting: set[Future[ReadLease | None]] = set()
@@ -72,7 +77,7 @@ class PrefixLookups:
             return None
         found = self._thread.submit(_find, access, tokens, *salt_and_adapter(request))
         self._waiting.add(found)
-        return PrefixLookup(access, found, self.clock.now() + LOOKUP_S)
+        return PrefixLookup(access, found, self.clock.now() + self._timeout_s)
 
     def close(self) -> None:
         """After the kvd's clients: pending calls have failed by then."""
