@@ -11,7 +11,7 @@ from prfaas.types import NotNow, TransferId
 from tests.vllm.cases import LONG, MAX_TOKENS, PROMPTS, TURNS, WITH_CACHE, Case, boundary, case_id
 from tests.vllm.faults import DAMAGE_FROM, Damage, check_lost, relayed
 from tests.vllm.pairs import PATIENCE_S, decode_params, prefill_params
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 pytestmark = [
     pytest.mark.timeout(900),  # servers start and stop within it
@@ -119,7 +119,9 @@ def test_a_grant_pins_its_prefix_while_others_press(case: Case) -> None:
     expected = case.model.expected["pinned"][1]
     # An eighth of the memory is for the canonical form.
     room = case.pair.target.handoff_bytes(boundary(TURNS[1])) * 7 // 2 * 8 // 7
-    case.pair.restart_target(memory_bytes=room)
+    case.pair.restart_target(
+        memory_bytes=room, grant_s=HANG_S
+    )  # on a busy machine others take long
     try:
         whole = case.pair.hand_off(first, boundary(TURNS[0]))
         case.pair.target.abort(TransferId(whole["transfer_id"]))  # the prefix stays
