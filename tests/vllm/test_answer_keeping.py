@@ -48,6 +48,13 @@ class Node:
     def kept_answers(self) -> int:
         return self.kvd.pool().counters.kept_answers
 
+    def keep(self, prompt: list[int]) -> None:
+        """Answers the prompt, and returns when the kvd has kept the answer. For the first one."""
+        self.engine.add("kept", prompt, max_tokens=ANSWER)
+        self.engine.run("kept")
+        self.settle()
+        wait_until(lambda: self.kept_answers == 1)
+
     def settle(self) -> None:
         """Steps until no block is in use."""
         manager = self.engine.scheduler.kv_cache_manager
@@ -87,10 +94,7 @@ def computed_alone(node: Node, tokens: list[int]) -> dict[str, list[bytes]]:
 
 def test_the_next_turn_resumes_where_the_answer_ended(node: Node) -> None:
     first, second = conversation(seed=1)
-    node.engine.add("first", first, max_tokens=ANSWER)
-    node.engine.run("first")
-    node.settle()
-    wait_until(lambda: node.kept_answers == 1)
+    node.keep(first)
     engine = node.restart()  # vLLM's own prefix cache is empty
     engine.add("second", second)
     engine.run("second")
@@ -150,10 +154,7 @@ def test_a_kvd_that_exits_fails_no_request(node: Node) -> None:
 @ONE_MODEL
 def test_nothing_is_kept_or_looked_up_when_it_is_switched_off(node: Node) -> None:
     first, second = conversation(seed=5)
-    node.engine.add("kept", first, max_tokens=ANSWER)
-    node.engine.run("kept")
-    node.settle()
-    wait_until(lambda: node.kept_answers == 1)
+    node.keep(first)
     before = node.kvd.pool().counters
     engine = node.restart(keep_answers=False)
     engine.add("second", second, max_tokens=ANSWER)
@@ -167,10 +168,7 @@ def test_nothing_is_kept_or_looked_up_when_it_is_switched_off(node: Node) -> Non
 @ONE_MODEL
 def test_a_request_is_computed_when_the_kvd_does_not_answer_in_time(node: Node) -> None:
     first, second = conversation(seed=6)
-    node.engine.add("first", first, max_tokens=ANSWER)
-    node.engine.run("first")
-    node.settle()
-    wait_until(lambda: node.kept_answers == 1)
+    node.keep(first)
     engine = node.restart()
     node.kvd.process.send_signal(signal.SIGSTOP)
     try:

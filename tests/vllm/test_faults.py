@@ -119,9 +119,8 @@ def test_a_grant_pins_its_prefix_while_others_press(case: Case) -> None:
     expected = case.model.expected["pinned"][1]
     # An eighth of the memory is for the canonical form.
     room = case.pair.target.handoff_bytes(boundary(TURNS[1])) * 7 // 2 * 8 // 7
-    case.pair.restart_target(
-        memory_bytes=room, grant_s=HANG_S
-    )  # on a busy machine others take long
+    # On a busy machine, what comes in between takes longer than grants usually last.
+    case.pair.restart_target(memory_bytes=room, grant_s=HANG_S)
     try:
         whole = case.pair.hand_off(first, boundary(TURNS[0]))
         case.pair.target.abort(TransferId(whole["transfer_id"]))  # the prefix stays

@@ -154,10 +154,11 @@ class SchedulerSide:
             if not lookup.is_done(self._lookups.clock.now()):
                 return None, False
             del self._requests[request.request_id]
-            if lookup.late:
-                self._count("late_lookups", 1)
+            late = lookup.late  # before `take`: the answer may come at any time
             if (found := lookup.take()) is not None:
                 self._requests[request.request_id] = DecodeState(lookup.access, found)
+            elif late:
+                self._count("late_lookups", 1)
         match self._requests.get(request.request_id):
             case PrefillState(ticket_sent=False) as state if state.lease.lost:
                 # No worker has the ticket yet, so the prompt need not be computed. vLLM asks again,
