@@ -179,6 +179,16 @@ class Link(
     """HOST:PORT of a relay to the receiving kvd."""
 
 
+class GatewayEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A gateway that receives the requests of one pd cluster (`prfaas gateway --cluster NAME`).
+    Without any entry, one gateway serves all clusters. With entries, every pd cluster has one."""
+
+    cluster: str
+    """The pd cluster at which the gateway's requests arrive."""
+    url: str
+    """URL at which the other gateways reach this one."""
+
+
 class ReplanSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The long-term loop: how often it plans, on how much traffic, and when roles change."""
 
@@ -329,6 +339,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slo: SLO
     clusters: Annotated[list[Cluster], msgspec.Meta(min_length=1)]
     links: list[Link] = []
+    gateways: list[GatewayEntry] = []
     scheduler: SchedulerSection = SchedulerSection()
     cache: CacheSection = CacheSection()
     gateway: GatewaySection = GatewaySection()

@@ -1,0 +1,86 @@
+"""What the gateways of a deployment send each other: plans, loads and lengths of requests.
+
+Every gateway polls every other one for its `GatewayReport`, under the member key. No prompt, no
+answer and no credential is in it. A plan has the epoch of the gateway that made it and a number
+that rises with every plan: each gateway follows the plan with the highest pair.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+
+REPORT_PATH = "/prfaas/v1/gateway"
+MAX_REPORT_BYTES = 1 << 20
+MAX_ROWS = 512  # requests whose lengths one report has
+
+_Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+_Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+_Share: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1)]
+_Age: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+
+
+class HomePlan(msgspec.Struct, frozen=True):
+    """The plan of one PD cluster."""
+
+    threshold_tokens: _Count
+    shares: dict[_Name, _Share]  # of the offloaded requests, by PrfaaS cluster
+    roles: dict[_Name, Literal["prefill", "decode"]]  # by node
+    capacity_rps: _Amount
+    age_s: _Age  # since it was made
+    reason: Annotated[str, msgspec.Meta(max_length=4096)]
+    converted_age_s: dict[_Name, _Age] = {}  # since each node's latest change of role
+
+
+class SharedPlan(msgspec.Struct, frozen=True):
+    """The plans of all PD clusters, as the gateway that plans follows them."""
+
+    epoch: _Count
+    number: _Count
+    homes: dict[_Name, HomePlan]
+    instances: dict[_Name, _Count]  # live ones that the plan counts on, by cluster
+    # Nodes that get no new requests, because they are about to change their role.
+    draining: tuple[_Name, ...] = ()
+
+
+class NodeLoad(msgspec.Struct, frozen=True):
+    """What one gateway has at one node."""
+
+    prefills: _Count  # dispatched and not finished
+    work_s: _Amount  # stated seconds of these prefills that are left
+    decodes: _Count  # requests that decode or will decode there
+
+
+class ClusterUse(msgspec.Struct, frozen=True):
+    """What one gateway's homes take of one PrfaaS cluster."""
+
+    used_s: _Amount  # stated prefill seconds that were dispatched lately, decayed
+    wants: bool  # requests wait for room there
+
+
+class DrainOrder(msgspec.Struct, frozen=True):
+    """Whether a cluster is drained. The highest version counts."""
+
+    drained: bool
+    version: _Count
+
+
+# Age in seconds, new tokens, cached tokens, output tokens, wait in seconds.
+TrafficRow: TypeAlias = tuple[_Age, _Count, _Count, _Count, _Amount]
+
+
+class GatewayReport(msgspec.Struct, frozen=True):
+    """One gateway, as of now."""
+
+    cluster: _Name  # the PD cluster whose requests it receives
+    instance: _Name  # of this process
+    epoch: _Count  # the highest that the gateway has seen
+    plans: bool  # whether this gateway plans now
+    plan: SharedPlan | None  # that the gateway follows
+    loads: dict[_Name, NodeLoad]  # by node, where there is any
+    uses: dict[_Name, ClusterUse]  # by PrfaaS cluster
+    drains: dict[_Name, DrainOrder]  # by cluster
+    first_row: _Count  # number of the first of `rows`
+    rows: Annotated[tuple[TrafficRow, ...], msgspec.Meta(max_length=MAX_ROWS)]
