@@ -59,7 +59,7 @@ def test_workloads_of_pd_clusters() -> None:
 
 def test_gateways_and_relays_by_cluster() -> None:
     deployment = load_deployment(CASE_STUDY.with_name("two_by_two.toml"))
-    entries = [GatewayEntry(name, f"http://127.0.0.1:{n}") for n, name in ((1, "east"), (2, "west"))]
+    entries = [GatewayEntry("east", "http://127.0.0.1:1"), GatewayEntry("west", "http://b:2")]
     east, *others = deployment.clusters
     node = Node("http://e:1", "http://k:1", {"north": "r:1", "south": "r:2"})
     clusters = [msgspec.structs.replace(east, nodes=[node]), *others]

@@ -41,6 +41,7 @@ from prfaas.gateway.tenants import Tenants
 from prfaas.http_client.client import open_client
 from prfaas.http_client.peer_url import parse_peer_url
 from prfaas.lateness import BEAT_S, Lateness
+from prfaas.planner.network.problem import NetworkProblem
 from prfaas.planner.problem import Problem
 from prfaas.security.shared_key import SharedKey
 from prfaas.security.tls import TlsIdentity
@@ -55,6 +56,7 @@ class BackendOptions:
     record: Path | None = None  # file for routing decisions, one JSON line each
     member_key: SharedKey | None = None  # sent to nodes and kvds as a bearer token
     tls: TlsIdentity | None = None  # for calls to nodes and kvds
+    cluster: ClusterId | None = None  # the PD cluster whose requests arrive here; None: of all
 
 
 class GatewayBackend:
@@ -137,7 +139,7 @@ class GatewayBackend:
 @asynccontextmanager
 async def running(
     deployment: Deployment,
-    problem: Problem,
+    problem: Problem | NetworkProblem,
     options: BackendOptions | None = None,
     clock: Clock | None = None,
     tenants: Tenants | None = None,

@@ -29,6 +29,7 @@ from prfaas.gateway.body_workers.pool import JOB_S, BodyWorkers, body_workers, m
 from prfaas.gateway.request import Backend
 from prfaas.gateway.tenants import Tenants
 from prfaas.listening import listen, service_url
+from prfaas.planner.network.problem import NetworkProblem
 from prfaas.planner.problem import Problem
 from prfaas.security.reload import reload_on_hangup
 from prfaas.security.tls import TlsIdentity
@@ -62,7 +63,7 @@ class GatewayOptions:
 
 async def run_gateway(
     deployment: Deployment,
-    problem: Problem,
+    problem: Problem | NetworkProblem,
     options: GatewayOptions,
     report: Callable[[str], None],
 ) -> None:
