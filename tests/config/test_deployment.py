@@ -262,3 +262,58 @@ def test_the_only_pd_cluster_has_the_workload_of_the_file() -> None:
         parse_deployment(raw, "d.toml")
     with pytest.raises(InputError, match=r"clusters\.1\.traffic_share: .* sum to 0\.5"):
         parse_deployment(varied("clusters.1.traffic_share", 0.5), "d.toml")
+
+
+EAST = {"cluster": "east", "url": "http://10.0.0.1:8080"}
+WEST = {"cluster": "west", "url": "https://[::1]:8080/"}
+
+
+def test_a_gateway_for_each_pd_cluster() -> None:
+    raw = several() | {"gateways": [EAST, WEST]}
+    deployment = parse_deployment(raw, "d.toml")
+    entry = deployment.gateway_of("west")
+    assert entry is not None and (entry.cluster, entry.port) == ("west", 8080)
+    assert deployment.gateway_of("north") is None
+    assert parse_deployment(several(), "d.toml").gateways == []
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ([EAST], "gateways: the pd cluster 'west' has no gateway.*add .*'west', or remove all"),
+        (
+            [EAST, {**WEST, "cluster": "north"}],
+            "gateways.1.cluster: no pd cluster is named 'north'.*pd clusters are: east, west",
+        ),
+        ([EAST, WEST, EAST], "gateways.2.cluster: a second gateway for 'east'"),
+        (
+            [EAST, {**WEST, "url": "http://10.0.0.1:8080/"}],
+            "gateways.1.url: another gateway has the URL",
+        ),
+        ([{**EAST, "url": "10.0.0.1:8080"}, WEST], "gateways.0.url: .* is not a"),
+        ([{**EAST, "url": "http://a"}, WEST], "gateways.0.url: 'http://a' has no port"),
+        ([{**EAST, "url": "http://a:1/x"}, WEST], "gateways.0.url: .* has a path"),
+        ([{**EAST, "url": "http://a:99999"}, WEST], "gateways.0.url: .* is not a URL"),
+        ([{**EAST, "url": "http://u:p@a:1"}, WEST], "gateways.0.url: the URL has user info"),
+        ([{**EAST, "port": 1}, WEST], "gateways.0.port: unknown key"),
+    ],
+)
+def test_wrong_gateways(entries: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        parse_deployment(several() | {"gateways": entries}, "d.toml")
+
+
+def test_a_relay_for_each_cluster_that_sends_to_a_node() -> None:
+    node = {"url": "http://e:1", "kvd_url": "http://k:1"}
+
+    def with_via(via: Any) -> dict[str, Any]:
+        return several(("clusters.0.nodes", [{**node, "via": via}]))
+
+    parse_deployment(with_via("r:1"), "d.toml")
+    deployment = parse_deployment(with_via({"north": "r:1", "west": "r:2"}), "d.toml")
+    assert deployment.clusters[0].nodes[0].via == {"north": "r:1", "west": "r:2"}
+    for name in ("nroth", "east"):
+        with pytest.raises(InputError, match=rf"nodes\.0\.via\.{name}: no other cluster is named"):
+            parse_deployment(with_via({name: "r:1"}), "d.toml")
+    with pytest.raises(InputError, match=r"nodes\.0\.via\.north: 'relay' is not an address"):
+        parse_deployment(with_via({"north": "relay"}), "d.toml")

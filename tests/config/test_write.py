@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from prfaas.config import Deployment, load_deployment, parse_deployment
-from prfaas.config.deployment import Node, SchedulerSection
+from prfaas.config.deployment import GatewayEntry, Node, SchedulerSection
 from prfaas.config.gateway import ApiKey
 from prfaas.config.write import deployment_toml, toml
 
@@ -54,6 +54,16 @@ def test_workloads_of_pd_clusters() -> None:
     east, west, *others = deployment.clusters
     clusters = [east, msgspec.structs.replace(west, workload=mixed), *others]
     changed = msgspec.structs.replace(deployment, clusters=clusters)
+    assert again(changed) == changed
+
+
+def test_gateways_and_relays_by_cluster() -> None:
+    deployment = load_deployment(CASE_STUDY.with_name("two_by_two.toml"))
+    entries = [GatewayEntry("east", "http://127.0.0.1:1"), GatewayEntry("west", "http://b:2")]
+    east, *others = deployment.clusters
+    node = Node("http://e:1", "http://k:1", {"north": "r:1", "south": "r:2"})
+    clusters = [msgspec.structs.replace(east, nodes=[node]), *others]
+    changed = msgspec.structs.replace(deployment, gateways=entries, clusters=clusters)
     assert again(changed) == changed
 
 

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from itertools import pairwise
 from pathlib import Path
 
 import msgspec
 
-from prfaas.config import Deployment, load_deployment
+from prfaas.config import Deployment, load_deployment, parse_deployment
 from prfaas.config.host import load_host_config
+from prfaas.config.write import deployment_toml
 from prfaas.contracts.readiness import (
     KvdReady,
     NodeReady,
@@ -122,7 +124,30 @@ def test_one_relay_for_a_link_between_clusters_and_none_within() -> None:
 
 def test_the_deployment_as_it_runs() -> None:
     urls = {name: f"http://e:{n}" for n, name in enumerate(KVDS)}
-    running = commands.with_nodes(deployment(), urls, KVDS, {"pd-0": "r:1", "pd-1": "r:2"})
+    relays = {"pd-0": {"prfaas": "r:1"}, "pd-1": {"prfaas": "r:2", "elsewhere": "r:3"}}
+    running = commands.with_nodes(deployment(), urls, KVDS, relays)
     far, near = running.clusters
     assert [(n.url, n.kvd_url, n.via) for n in far.nodes] == [("http://e:0", "http://k:1", None)]
-    assert [n.via for n in near.nodes] == ["r:1", "r:2"]
+    assert [n.via for n in near.nodes] == [{"prfaas": "r:1"}, {"prfaas": "r:2"}]
+
+
+def test_a_relay_for_every_link_between_clusters() -> None:
+    links = commands.relayed_links(load_deployment(CASE_STUDY.with_name("two_by_two.toml")))
+    assert [link.name for link in links] == [
+        *("wan-north-east", "wan-north-west", "wan-south-east", "wan-south-west"),
+        *("wan-east-west", "wan-west-east"),
+    ]
+    assert {len(link.hosts) for link in links if link.link.target == "east"} == {12}
+    assert {len(link.hosts) for link in links if link.link.target == "west"} == {6}
+
+
+def test_a_gateway_for_each_pd_cluster() -> None:
+    two = load_deployment(CASE_STUDY.with_name("two_by_two.toml"))
+    running = commands.with_gateways(two, {"east": 8081, "west": 8082})
+    parse_deployment(tomllib.loads(deployment_toml(running)), "running.toml")
+    entry = running.gateway_of("west")
+    assert entry is not None and entry.port == 8082
+    assert commands.with_gateways(running, {}).gateways == []
+    command = commands.gateway_command(FOLDER / "d.toml", name="gateway-west", cluster="west")
+    assert flag(list(command.arguments), "--cluster") == "west"
+    assert "--cluster" not in commands.gateway_command(FOLDER / "d.toml").arguments

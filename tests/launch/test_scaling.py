@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from prfaas.config import load_deployment
@@ -11,6 +12,8 @@ from prfaas.config.write import deployment_toml
 from prfaas.engine.emulated.pace import Scales, scaled_spec
 from prfaas.errors import InputError
 from prfaas.launch.scaling import scaled_catalog, scaled_deployment
+from prfaas.scheduler.homes.plans import solve_network
+from prfaas.studies.network_plans import NetworkStudy
 from prfaas.studies.problem_files import Study
 
 CASE_STUDY = Path(__file__).parents[2] / "configs" / "case_study.toml"
@@ -66,3 +69,22 @@ def test_bytes_that_would_vanish() -> None:
     spec = study.problem(deployment).spec
     with pytest.raises(InputError, match="--byte-scale"):
         scaled_catalog(deployment, study.catalog(deployment), spec, Scales(bytes=1e-4))
+
+
+def test_workloads_of_pd_clusters_are_scaled(tmp_path: Path) -> None:
+    file = CASE_STUDY.with_name("two_by_two.toml")
+    deployment = load_deployment(file)
+    large = NetworkStudy(file, "exact")
+    problem = large.network(deployment)
+    spec = problem.homes[0].problem.spec
+    (tmp_path / "catalog.toml").write_text(
+        scaled_catalog(deployment, large.catalog(deployment), spec, SCALES)
+    )
+    small = msgspec.structs.replace(scaled_deployment(deployment, SCALES), catalog=["catalog.toml"])
+    study = NetworkStudy(tmp_path / "small.toml", "exact")
+    found, little = solve_network(problem), solve_network(study.network(small))
+    assert little.rate_rps == pytest.approx(found.rate_rps / SCALES.time, rel=1e-3)
+    for one, other in zip(found.homes, little.homes, strict=True):
+        assert (other.n_prefill, other.n_decode) == (one.n_prefill, one.n_decode)
+        assert other.threshold_tokens == pytest.approx(one.threshold_tokens, rel=0.02)
+        assert other.decode_utilisation == pytest.approx(one.decode_utilisation, rel=1e-3)

@@ -19,10 +19,12 @@ from prfaas.cli.shared_options import (
 )
 from prfaas.config import Deployment, load_deployment
 from prfaas.contracts.readiness import GatewayReady, readiness_line
+from prfaas.errors import InputError
 from prfaas.gateway.process import run_gateway
 from prfaas.launch.allocator import BODY_BYTES, limit_heap_growth
 from prfaas.security.reload import defer_hangup
-from prfaas.studies.problem_files import Study
+from prfaas.studies.network_plans import deployment_problem
+from prfaas.types import ClusterId
 
 SWITCH_S = 0.0005
 _POLICIES = ("paper", "adaptive", "local", "remote")
@@ -31,11 +33,18 @@ _POLICIES = ("paper", "adaptive", "local", "remote")
 @click.command()
 @click.argument("file", metavar="DEPLOYMENT.toml", type=click.Path(path_type=Path))
 @set_option
+@click.option(
+    "--cluster",
+    metavar="NAME",
+    help="The pd cluster whose requests arrive at this gateway; needed where the file has "
+    "[[gateways]].  [default: all pd clusters]",
+)
 @click.option("--host", help="Address to listen on, instead of the file's.")
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
-    help="Port to listen on, instead of the file's; 0 chooses a free one.",
+    help="Port to listen on, instead of the file's ([[gateways]] url, or gateway.port); 0 chooses "
+    "a free one.",
 )
 @click.option(
     "--policy", type=click.Choice(_POLICIES), help="Routing policy, instead of the file's."
@@ -51,6 +60,7 @@ _POLICIES = ("paper", "adaptive", "local", "remote")
 def gateway(
     file: Path,
     assignments: tuple[str, ...],
+    cluster: str | None,
     host: str | None,
     port: int | None,
     policy: str | None,
@@ -72,8 +82,13 @@ def gateway(
     writes such a file). SIGHUP reads keys and certificates again. All keys are in
     docs/configuration.md.
 
+    A file may have several pd clusters. One gateway serves all of them, or with [[gateways]] each
+    pd cluster has a gateway of its own, which is started with --cluster and listens on the port of
+    its entry.
+
     \b
       prfaas gateway deployment.toml
+      prfaas gateway regions.toml --cluster east
       curl localhost:8080/v1/completions -H 'Content-Type: application/json' \\
            -d '{"prompt": "Once upon a time", "max_tokens": 20}'
       curl localhost:8080/prfaas/v1/state
@@ -81,13 +96,20 @@ def gateway(
     configure_logging(log_level)
     defer_hangup()
     limit_heap_growth(BODY_BYTES)
-    deployment = _with_flags(load_deployment(file, assignments), host, port, policy, advise)
+    stated = load_deployment(file, assignments)
+    try:
+        home = chosen_home(stated, cluster)
+    except InputError as error:
+        raise error.in_file(file) from None
+    if port is None and home is not None:
+        port = entry_port(stated, home)
+    deployment = _with_flags(stated, host, port, policy, advise)
     security = SecurityFlags(
         member_key_file, operator_key_file, tls_ca, tls_cert, tls_key, bool(insecure)
     )
     section = deployment.gateway
-    options = load_options(file, assignments, section, security, record)
-    problem = Study(file, "exact").problem(deployment)
+    options = load_options(file, assignments, section, security, record, home)
+    problem = deployment_problem(file, deployment)
     # Threads parse and hash long prompts. The event loop releases the interpreter lock with every
     # system call; with Python's default interval it would wait 5 ms to get the lock back.
     sys.setswitchinterval(SWITCH_S)
@@ -97,6 +119,39 @@ def gateway(
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run_gateway(deployment, problem, options, announce))
+
+
+def chosen_home(deployment: Deployment, name: str | None) -> ClusterId | None:
+    """The pd cluster that `--cluster` names; None: the gateway serves all of them."""
+    homes = [pd.name for pd in deployment.of_kind("pd")]
+    if name is None:
+        if deployment.gateways:
+            raise InputError(
+                "the file has a gateway for each pd cluster, and it is not said which this one is",
+                where="--cluster",
+                fix=f"give one of: {', '.join(homes)}",
+            )
+        return None
+    if name not in homes:
+        raise InputError(
+            f"no pd cluster is named {name!r}",
+            where="--cluster",
+            fix=f"pd clusters are: {', '.join(homes)}",
+        )
+    if len(homes) > 1 and not deployment.gateways:
+        raise InputError(
+            "the gateways of several pd clusters must know one another",
+            where="--cluster",
+            fix="add [[gateways]] with the URL of each pd cluster's gateway, or leave --cluster "
+            "out: then one gateway serves all",
+        )
+    return ClusterId(name)
+
+
+def entry_port(deployment: Deployment, home: str) -> int | None:
+    """The port of the gateway's own entry, if the file has one."""
+    entry = deployment.gateway_of(home)
+    return None if entry is None else entry.port
 
 
 def _with_flags(

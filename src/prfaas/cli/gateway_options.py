@@ -17,6 +17,7 @@ from prfaas.security.exposure import Protection, refuse_exposure
 from prfaas.security.secret_file import read_secrets
 from prfaas.security.tls import load_identity
 from prfaas.text import load_tokenizer
+from prfaas.types import ClusterId
 
 _SALT_CHARACTERS = 32  # of the secret; 16 random bytes in hexadecimal
 
@@ -38,8 +39,11 @@ def load_options(
     section: GatewaySection,
     flags: SecurityFlags,
     record: Path | None,
+    cluster: ClusterId | None = None,
 ) -> GatewayOptions:
-    """Raises InputError when a file is wrong, or when other hosts could reach a gateway that does
+    """`cluster` is the pd cluster whose requests arrive at this gateway; None: those of all.
+
+    Raises InputError when a file is wrong, or when other hosts could reach a gateway that does
     not protect itself."""
     folder = file.parent
     insecure = section.insecure or flags.insecure
@@ -73,7 +77,7 @@ def load_options(
         tokenizer_folder=tokenizer,
         warm_worker=True,
         credentials=credentials,
-        backend=BackendOptions(record=record, member_key=member, tls=tls),
+        backend=BackendOptions(record=record, member_key=member, tls=tls, cluster=cluster),
         tls=tls,
     )
 

@@ -27,8 +27,7 @@ from prfaas.sim.results.service_level import ServiceLevel, idle_service_level
 from prfaas.sim.results.summary import summarise
 from prfaas.sim.results.timeline import chrome_trace
 from prfaas.sim.run import simulate as run_simulation
-from prfaas.studies.network_plans import NetworkStudy
-from prfaas.studies.problem_files import Study
+from prfaas.studies.network_plans import deployment_problem
 from prfaas.studies.saturation import saturate, saturated_as_dict
 from prfaas.studies.simulation_cases import (
     BASELINES,
@@ -149,7 +148,7 @@ def simulate(
     started = time.perf_counter()
     _check_flags(trace, load, requests, speedup)
     parsed = load_deployment(deployment)
-    problem = _problem(deployment, parsed)
+    problem = deployment_problem(deployment, parsed)
     base = SimConfig(replans=True, timeline=timeline is not None, round_trips=round_trips(parsed))
     if trace is not None:
         if isinstance(problem, NetworkProblem):
@@ -204,12 +203,6 @@ def simulate(
     out.print(notes(summaries, wall_s))
     for path in written:
         out.print(f"wrote {path}")
-
-
-def _problem(file: Path, deployment: Deployment) -> Problem | NetworkProblem:
-    if len(deployment.of_kind("pd")) > 1:
-        return NetworkStudy(file, "exact").network(deployment)
-    return Study(file, "exact").problem(deployment)
 
 
 def run_all(cases: Mapping[str, Case], arrivals: Arrivals) -> dict[str, Result]:

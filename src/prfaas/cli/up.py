@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import signal
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import click
 import uvloop
+from rich.console import RenderableType
 from rich.live import Live as LiveDisplay
 
 from prfaas.config import load_deployment
 from prfaas.display.console import console
 from prfaas.display.deployment_table import live_view
+from prfaas.display.regions_table import regions_view
 from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import InputError, PeerError
 from prfaas.launch.attached_process import attached_prefix
@@ -92,7 +95,13 @@ _SCALES = Scales()
     "--port",
     default=DEFAULT_PORT,
     show_default=True,
-    help="Port of the gateway; 0 for any free one.",
+    help="Port of the gateway; 0 for any free one. Gateways of further pd clusters have the next "
+    "ports.",
+)
+@click.option(
+    "--one-gateway",
+    is_flag=True,
+    help="Start one gateway for all pd clusters, instead of one for each.",
 )
 @click.option(
     "--vllm-python",
@@ -115,6 +124,7 @@ def up(
     output_scale: float,
     wan: str | None,
     port: int,
+    one_gateway: bool,
     vllm_python: Path | None,
     logs: Path | None,
 ) -> None:
@@ -124,7 +134,8 @@ def up(
     node and one PD decode node. The first run makes the model and measures its profile.
 
     With a file, the command starts one node for each instance of the deployment. Emulated engines
-    follow the catalog's profiles of its accelerators, multiplied by the scales.
+    follow the catalog's profiles of its accelerators, multiplied by the scales. Each link between
+    clusters has an emulated WAN of its own. Each pd cluster has its gateway.
 
     Ctrl-C stops all processes.
 
@@ -134,6 +145,8 @@ def up(
       prfaas up configs/case_study.toml --engine emulated \\
                 --time-scale 0.25 --byte-scale 0.002 --output-scale 0.02
       prfaas up configs/case_study.toml --engine emulated --baseline homogeneous ...
+      prfaas up configs/two_by_two.toml --engine emulated \\
+                --time-scale 0.5 --byte-scale 0.002 --output-scale 0.02
     """
     screen = console()
     options = LaunchOptions(
@@ -157,7 +170,7 @@ def up(
     gateway_options += ["--advise"] if advise else []
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
-            runner.run(_serve(ready, folder, gateway_options))
+            runner.run(_serve(ready, folder, gateway_options, together=one_gateway))
         except ChildDied as error:
             raise click.ClickException(str(error)) from None
         except PeerError as error:
@@ -179,7 +192,9 @@ def prepare(
     return prepare_launch(deployment, profile, options, folder)
 
 
-async def _serve(ready: LaunchPlan, folder: Path, gateway_options: list[str]) -> None:
+async def _serve(
+    ready: LaunchPlan, folder: Path, gateway_options: list[str], *, together: bool
+) -> None:
     screen = console()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -196,7 +211,12 @@ async def _serve(ready: LaunchPlan, folder: Path, gateway_options: list[str]) ->
                 ready.deployment, ready.engines, folder, attached_prefix(), say=say
             ) as hosts,
             launched_gateway(
-                hosts, ready.deployment, gateway_options, say=say, on_line=outcomes.read_line
+                hosts,
+                ready.deployment,
+                gateway_options,
+                say=say,
+                on_line=outcomes.read_line,
+                together=together,
             ) as live,
         ):
             screen.print(_where(live), soft_wrap=True, markup=False)
@@ -221,12 +241,24 @@ def _where(live: RunningDeployment) -> str:
     prompt = '"Once upon a time"' if live.deployment.gateway.tokenizer else "[72, 105, 33]"
     body = f'{{"model": "{name}", "prompt": {prompt}, "max_tokens": 20}}'
     nodes = "\n".join(f"  {node:12} {url}" for node, url in live.hosts.engine_urls.items())
+    ask = f"/v1/completions -H 'Content-Type: application/json' -d '{body}'"
+    asked = "\n".join(f"curl {url}{ask}" for url in _gateways(live))
     return (
-        f"\nserving {name} at {live.gateway_url}\n{nodes}\n"
+        f"\nserving {name} at {_served_at(live)}\n{nodes}\n"
         f"logs and the deployment file: {live.hosts.folder}\n\n"
-        f"curl {live.gateway_url}/v1/completions -H 'Content-Type: application/json' -d '{body}'\n"
+        f"{asked}\n"
         f"curl {live.gateway_url}/prfaas/v1/state\n"
     )
+
+
+def _gateways(live: RunningDeployment) -> list[str]:
+    return list(dict.fromkeys(live.gateway_urls.values()))
+
+
+def _served_at(live: RunningDeployment) -> str:
+    if len(_gateways(live)) == 1:
+        return live.gateway_url
+    return ", ".join(f"{url} ({home})" for home, url in live.gateway_urls.items())
 
 
 async def _show(live: RunningDeployment, outcomes: RequestOutcomes) -> None:
@@ -239,8 +271,15 @@ async def _show(live: RunningDeployment, outcomes: RequestOutcomes) -> None:
             raise await dying
         with LiveDisplay(console=screen, auto_refresh=False) as display:
             while not dying.done():
-                display.update(live_view(await live.state(), outcomes), refresh=True)
+                display.update(_view(await live.states(), outcomes), refresh=True)
                 await asyncio.wait({dying}, timeout=REFRESH_S)
         raise dying.result()
     finally:
         dying.cancel()
+
+
+def _view(states: Mapping[str, Mapping[str, Any]], outcomes: RequestOutcomes) -> RenderableType:
+    if len(states) == 1:
+        (state,) = states.values()
+        return live_view(state, outcomes)
+    return regions_view(states, outcomes)

@@ -9,6 +9,7 @@ below a field is its entry in docs/configuration.md (`config.reference`).
 from __future__ import annotations
 
 from typing import Annotated, Literal, TypeAlias
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -123,8 +124,9 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """URL of the engine's API."""
     kvd_url: str
     """URL of the kvd's HTTP API."""
-    via: str | None = None
-    """HOST:PORT of a relay to this kvd. It replaces the relay of the link."""
+    via: str | dict[str, str] | None = None
+    """HOST:PORT of a relay to this kvd, or a relay for each cluster that sends to it: `via = {
+    north = "10.0.0.1:7000" }`. It replaces the relay of the link."""
 
 
 class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -186,7 +188,15 @@ class GatewayEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cluster: str
     """The pd cluster at which the gateway's requests arrive."""
     url: str
-    """URL at which the other gateways reach this one."""
+    """URL at which the other gateways reach this one: http://HOST:PORT or https://HOST:PORT. The
+    gateway listens on this port, unless `prfaas gateway --port` names another."""
+
+    @property
+    def port(self) -> int:
+        """The port of the URL, which `config.deployment_file` has checked."""
+        port = urlsplit(self.url).port
+        assert port is not None
+        return port
 
 
 class ReplanSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -314,8 +324,7 @@ class SchedulerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether a request may decode in another pd cluster where its own cannot serve it: no node
     decodes or prefills for it there, or every decode slot is taken. Only between pd clusters that
     have a link, whose round trip the request then takes longer. Such a link has no other use, so
-    that stating it allows this, and `false` forbids it. For `prfaas simulate`: a gateway serves one
-    pd cluster."""
+    that stating it allows this, and `false` forbids it."""
     replan: ReplanSection = ReplanSection()
     correction: CorrectionSection = CorrectionSection()
     paper: PaperSection = PaperSection()
@@ -360,6 +369,10 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def workload_of(self, cluster: Cluster) -> WorkloadSection:
         """The traffic of a pd cluster: its own workload, or that of the file."""
         return self.workload if cluster.workload is None else cluster.workload
+
+    def gateway_of(self, cluster: str) -> GatewayEntry | None:
+        """The entry of the gateway that receives the requests of this pd cluster."""
+        return next((entry for entry in self.gateways if entry.cluster == cluster), None)
 
     def link(self, source: str, target: str) -> Link | None:
         for link in self.links:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+from prfaas.config.address import parse_address
 from prfaas.config.assignments import assign
 from prfaas.config.deployment import (
     Component,
@@ -36,6 +38,8 @@ def parse_deployment(raw: dict[str, Any], file: str | Path) -> Deployment:
         _check_clusters(deployment)
         _check_traffic(deployment)
         _check_links(deployment)
+        _check_relays(deployment)
+        _check_gateways(deployment)
         _check_workloads(deployment)
         _check_keys(deployment.gateway)
         _check_tenants(deployment.gateway)
@@ -165,6 +169,84 @@ def _check_links(deployment: Deployment) -> None:
                 where=f"clusters.{index}",
                 fix=f"add [[links]] with from = {cluster.name!r}, to = {targets[0]!r}",
             )
+
+
+def _check_relays(deployment: Deployment) -> None:
+    """The relays of nodes, which may differ by the cluster that sends."""
+    names = [cluster.name for cluster in deployment.clusters]
+    for index, cluster in enumerate(deployment.clusters):
+        for number, node in enumerate(cluster.nodes):
+            if not isinstance(node.via, dict):
+                continue
+            at = f"clusters.{index}.nodes.{number}.via"
+            for source, address in node.via.items():
+                if source not in names or source == cluster.name:
+                    others = [name for name in names if name != cluster.name]
+                    raise InputError(
+                        f"no other cluster is named {source!r}",
+                        where=f"{at}.{source}",
+                        fix=f"other clusters are: {', '.join(sorted(others)) or 'none'}",
+                    )
+                parse_address(address, f"{at}.{source}")
+
+
+def _check_gateways(deployment: Deployment) -> None:
+    """No entry, or one for each pd cluster."""
+    if not deployment.gateways:
+        return
+    homes = [pd.name for pd in deployment.of_kind("pd")]
+    clusters: list[str] = []
+    urls: list[str] = []
+    for index, entry in enumerate(deployment.gateways):
+        at = f"gateways.{index}"
+        if entry.cluster not in homes:
+            raise InputError(
+                f"no pd cluster is named {entry.cluster!r}",
+                where=f"{at}.cluster",
+                fix=f"pd clusters are: {', '.join(sorted(homes))}",
+            )
+        if entry.cluster in clusters:
+            raise InputError(
+                f"a second gateway for {entry.cluster!r}",
+                where=f"{at}.cluster",
+                fix="keep one entry for each pd cluster",
+            )
+        url = _gateway_url(entry.url, f"{at}.url")
+        if url in urls:
+            raise InputError(
+                f"another gateway has the URL {entry.url!r}",
+                where=f"{at}.url",
+                fix="give each gateway its own host or port",
+            )
+        clusters.append(entry.cluster)
+        urls.append(url)
+    missing = [name for name in homes if name not in clusters]
+    if missing:
+        raise InputError(
+            f"the pd cluster {missing[0]!r} has no gateway, and other pd clusters have one",
+            where="gateways",
+            fix=f"add [[gateways]] with cluster = {missing[0]!r}, or remove all entries: "
+            "then one gateway serves all pd clusters",
+        )
+
+
+def _gateway_url(text: str, where: str) -> str:
+    """The URL in one form, to compare it."""
+    fix = "write http://HOST:PORT or https://HOST:PORT, without a path"
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError as error:
+        raise InputError(f"{text!r} is not a URL: {error}", where=where, fix=fix) from None
+    if "@" in parts.netloc:  # not shown: it may be a password
+        raise InputError("the URL has user info", where=where, fix=fix)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise InputError(f"{text!r} is not an http or https URL", where=where, fix=fix)
+    if parts.path not in ("", "/") or "?" in text or "#" in text:
+        raise InputError(f"{text!r} has a path, a query or a fragment", where=where, fix=fix)
+    if not port:
+        raise InputError(f"{text!r} has no port", where=where, fix=fix)
+    return f"{parts.scheme}://{parts.hostname}:{port}"
 
 
 def _check_workloads(deployment: Deployment) -> None:

@@ -1,8 +1,8 @@
 """The processes of a deployment, as command lines. Pure: this module starts and looks up nothing.
 
 The kernel chooses the ports, so each stage needs the addresses that the stage before it announced:
-kvds first, then engines and the relays of links between clusters, then the gateway, which reads all
-addresses from a deployment file.
+kvds first, then engines and the relays of links between clusters, then the gateways, which read all
+addresses from one deployment file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import msgspec
 
 from prfaas.config import Deployment
-from prfaas.config.deployment import Cluster, Link, Node
+from prfaas.config.deployment import Cluster, GatewayEntry, Link, Node
 from prfaas.config.host import NodeSection
 from prfaas.contracts.readiness import (
     GatewayReady,
@@ -213,8 +213,12 @@ def gateway_command(
     on_line: Callable[[str], None] | None = None,
     *,
     name: str = "gateway",
+    cluster: str | None = None,
 ) -> Command[GatewayReady]:
+    """`cluster`: the PD cluster whose requests arrive there; None: those of all."""
     arguments = ["gateway", str(file)]
+    if cluster is not None:
+        arguments += ["--cluster", cluster]
     for key in (f"drain_s={DRAIN_S:g}", "leave_s=0"):
         arguments += ["--set", f"gateway.timeouts.{key}"]
     arguments += options
@@ -226,16 +230,29 @@ def with_nodes(
     deployment: Deployment,
     urls: Mapping[str, str],
     kvds: Mapping[str, KvdReady],
-    relays: Mapping[str, str],
+    relays: Mapping[str, Mapping[str, str]],
 ) -> Deployment:
-    """The deployment with the addresses of every running node."""
+    """The deployment with the addresses of every running node. `relays` are the addresses of the
+    relays to each host, by the cluster that sends."""
+    clusters = {cluster.name for cluster in deployment.clusters}
 
     def node(host: Host) -> Node:
-        return Node(urls[host.name], kvds[host.name].http, relays.get(host.name))
+        # The hosts may be those of a larger deployment.
+        led = relays.get(host.name, {})
+        via = {source: address for source, address in led.items() if source in clusters}
+        return Node(urls[host.name], kvds[host.name].http, via or None)
 
     def with_its_nodes(cluster: Cluster) -> Cluster:
         nodes = [node(host) for host in list_hosts(deployment) if host.cluster == cluster.name]
         return msgspec.structs.replace(cluster, nodes=nodes)
 
-    clusters = [with_its_nodes(cluster) for cluster in deployment.clusters]
-    return msgspec.structs.replace(deployment, clusters=clusters)
+    return msgspec.structs.replace(
+        deployment, clusters=[with_its_nodes(cluster) for cluster in deployment.clusters]
+    )
+
+
+def with_gateways(deployment: Deployment, ports: Mapping[str, int]) -> Deployment:
+    """The deployment with a gateway on this machine for each PD cluster, at these ports. Without
+    ports, one gateway serves all."""
+    entries = [GatewayEntry(home, f"http://127.0.0.1:{port}") for home, port in ports.items()]
+    return msgspec.structs.replace(deployment, gateways=entries)

@@ -1,4 +1,4 @@
-"""A deployment that runs on this machine: kvds, engines, relays and a gateway, started in order.
+"""A deployment that runs on this machine: kvds, engines, relays and gateways, started in order.
 
 Leaving a context ends its processes. This module does not depend on what is served or displayed.
 """
@@ -6,9 +6,11 @@ Leaving a context ends its processes. This module does not depend on what is ser
 from __future__ import annotations
 
 import asyncio
+import os
+import secrets
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +42,8 @@ class RunningHosts:
     folder: Path
     engine_urls: Mapping[str, str]
     kvds: Mapping[str, KvdReady]
-    relays: Mapping[str, str]  # for each host that a relay leads to, the relay's address
+    # For each host that relays lead to, the address of the relay from each cluster that sends.
+    relays: Mapping[str, Mapping[str, str]]
     children: Children
 
 
@@ -50,12 +53,26 @@ class RunningDeployment:
 
     deployment: Deployment
     hosts: RunningHosts
-    gateway_url: str
+    gateway_urls: Mapping[str, str]  # by PD cluster; the same for all where one gateway serves all
     http: HttpClient
 
+    @property
+    def gateway_url(self) -> str:
+        """The gateway of the first PD cluster, which is the only one of most deployments."""
+        return next(iter(self.gateway_urls.values()))
+
     async def state(self) -> dict[str, Any]:
-        """The gateway's state. Raises `PeerError`."""
-        url = f"{self.gateway_url}/prfaas/v1/state"
+        """The state of the gateway at `gateway_url`. Raises `PeerError`."""
+        return await self._state_of(self.gateway_url)
+
+    async def states(self) -> dict[str, dict[str, Any]]:
+        """The state of the gateway of each PD cluster, asked together. Raises `PeerError`."""
+        urls = list(dict.fromkeys(self.gateway_urls.values()))
+        found = dict(zip(urls, await asyncio.gather(*map(self._state_of, urls)), strict=True))
+        return {home: found[url] for home, url in self.gateway_urls.items()}
+
+    async def _state_of(self, gateway_url: str) -> dict[str, Any]:
+        url = f"{gateway_url}/prfaas/v1/state"
         return await self.http.request_json("GET", url, dict[str, Any], timeout_s=REQUEST_S)
 
 
@@ -94,9 +111,10 @@ async def launched_hosts(
         announced = await children.start_all(
             [commands.relay_command(link, kvds, on_line) for link in links]
         )
-        relays: dict[str, str] = {}
+        relays: dict[str, dict[str, str]] = {}
         for link in links:
-            relays |= commands.relay_addresses(announced[link.name], link)
+            for name, address in commands.relay_addresses(announced[link.name], link).items():
+                relays.setdefault(name, {})[link.link.source] = address
         urls = {name: node.http for name, node in nodes.items()}
         yield RunningHosts(deployment, folder, urls, kvds, relays, children)
 
@@ -121,23 +139,53 @@ async def launched_gateway(
     *,
     say: Callable[[str], None] = _ignore,
     on_line: Callable[[str], None] | None = None,
+    together: bool = False,
 ) -> AsyncIterator[RunningDeployment]:
-    """A gateway over as many of the hosts as `deployment` has instances. Other deployments of the
-    same hosts may follow it. Raises `ChildDied`."""
+    """Gateways over as many of the hosts as `deployment` has instances: one for each PD cluster, or
+    with `together` one for all. Other deployments of the same hosts may follow it. Raises
+    `ChildDied`.
+
+    With one gateway its port is that of the deployment. With several, the first has this port and
+    each other one the next; all are free ones where this port is 0."""
+    homes = [pd.name for pd in deployment.of_kind("pd")]
+    each = len(homes) > 1 and not together
     running = commands.with_nodes(deployment, hosts.engine_urls, hosts.kvds, hosts.relays)
+    ports = _gateway_ports(homes, deployment.gateway.port) if each else {}
+    running = commands.with_gateways(running, ports)
+    if each and running.gateway.member_key_file is None:
+        # Gateways accept reports of one another under this key only.
+        section = msgspec.structs.replace(
+            running.gateway, member_key_file=str(_new_member_key(hosts.folder))
+        )
+        running = msgspec.structs.replace(running, gateway=section)
     file = hosts.folder / "deployment.toml"
     file.write_text(deployment_toml(running), encoding="utf-8")
-    say("the gateway")
+    started = [
+        commands.gateway_command(file, options, on_line, name=f"gateway-{home}", cluster=home)
+        for home in (homes if each else ())
+    ] or [commands.gateway_command(file, options, on_line)]
+    say("the gateway" if len(started) == 1 else f"{len(started)} gateways")
     async with open_client() as http:
         for kvd in hosts.kvds.values():
             await _reset_role(http, kvd.http)
-        child = await hosts.children.start(commands.gateway_command(file, options, on_line))
+        children = [await hosts.children.start(command) for command in started]
         try:
-            live = RunningDeployment(running, hosts, (await child.ready()).http, http)
+            ready = [(await child.ready()).http for child in children]
+            urls = ready if each else ready * len(homes)
+            live = RunningDeployment(running, hosts, dict(zip(homes, urls, strict=True)), http)
             await _wait_until_all_in_use(live)
             yield live
         finally:
-            await hosts.children.end([child])
+            await hosts.children.end(children)
+
+
+def _new_member_key(folder: Path) -> Path:
+    """Writes a key that only this user can read."""
+    file = folder / "member.key"
+    file.unlink(missing_ok=True)
+    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
+        opened.write(f"{secrets.token_hex(32)}\n")
+    return file
 
 
 async def _reset_role(http: HttpClient, kvd_url: str) -> None:
@@ -149,12 +197,12 @@ async def _reset_role(http: HttpClient, kvd_url: str) -> None:
 
 
 async def _wait_until_all_in_use(live: RunningDeployment) -> None:
-    """Waits until the gateway uses every node."""
+    """Waits until every gateway uses every node."""
     nodes = len(commands.list_hosts(live.deployment))
     dying = asyncio.create_task(live.hosts.children.until_one_dies())
     try:
         async with asyncio.timeout(READY_S):
-            while await _nodes_in_use(live) < nodes:
+            while any(_nodes_in_use(state) < nodes for state in (await live.states()).values()):
                 done, _ = await asyncio.wait({dying}, timeout=POLL_S)
                 if done:
                     raise dying.result()
@@ -162,8 +210,7 @@ async def _wait_until_all_in_use(live: RunningDeployment) -> None:
         dying.cancel()
 
 
-async def _nodes_in_use(live: RunningDeployment) -> int:
-    state = await live.state()
+def _nodes_in_use(state: Mapping[str, Any]) -> int:
     return sum(
         node["alive"] and node.get("in_use", False)
         for cluster in state["clusters"]
@@ -173,8 +220,17 @@ async def _nodes_in_use(live: RunningDeployment) -> int:
 
 def _port_for(engines: EngineSpec) -> int:
     """A free port for vLLM, which cannot announce a port that the kernel chose; 0 for others."""
-    if engines.kind != "vllm":
-        return 0
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port: int = listening.getsockname()[1]
-        return port
+    return _free_ports(1)[0] if engines.kind == "vllm" else 0
+
+
+def _gateway_ports(homes: Sequence[str], first: int) -> dict[str, int]:
+    """Ports that are known before the gateways start: all of them read one file."""
+    ports = _free_ports(len(homes)) if first == 0 else range(first, first + len(homes))
+    return dict(zip(homes, ports, strict=True))
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        # All are held at once, so that no two are the same.
+        held = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [int(one.getsockname()[1]) for one in held]

@@ -29,12 +29,14 @@ from prfaas.config.deployment import (
     Lognormal,
     ModelSection,
     Trace,
+    WorkloadSection,
 )
 from prfaas.config.gateway import GatewaySection
 from prfaas.config.tls import PATHS as TLS_PATHS
 from prfaas.engine.checkpoint.architectures import DEFAULT_ARCH
 from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import InputError
+from prfaas.kvspec import KVSpec
 from prfaas.launch.attached_process import attached_prefix
 from prfaas.launch.children import ChildDied
 from prfaas.launch.commands import (
@@ -47,6 +49,7 @@ from prfaas.launch.commands import (
 from prfaas.launch.deployment import single_engine
 from prfaas.launch.scaling import scaled_catalog, scaled_deployment
 from prfaas.planner import baselines
+from prfaas.studies.network_plans import NetworkStudy
 from prfaas.studies.problem_files import Study
 from prfaas.studies.simulation_cases import BASELINES
 
@@ -112,8 +115,8 @@ def prepare_launch(
     """`deployment` was read from `file`. The other files that engines and gateway read are written
     into `folder`."""
     deployment = with_absolute_paths(deployment, file.resolve().parent)
-    study = Study(file.resolve(), "exact")
-    study.problem(deployment)  # raises for a mistake before any process is started
+    study = NetworkStudy(file.resolve(), "exact")
+    _spec_of(deployment, study)  # raises for a mistake before any process is started
     if options.baseline is not None:
         deployment = baseline_deployment(deployment, study, options.baseline)
     deployment = _with_wan(deployment, options.wan)
@@ -150,10 +153,17 @@ def _real_engines(options: LaunchOptions, checkpoint: str, name: str) -> EngineS
     )
 
 
-def _emulated(deployment: Deployment, study: Study, folder: Path, scales: Scales) -> LaunchPlan:
+def _spec_of(deployment: Deployment, study: NetworkStudy) -> KVSpec:
+    """What the model's KV cache consists of, once every PD cluster can be planned."""
+    return study.network(deployment).homes[0].problem.spec
+
+
+def _emulated(
+    deployment: Deployment, study: NetworkStudy, folder: Path, scales: Scales
+) -> LaunchPlan:
     """Engines and gateway read the same scaled catalog, so that predictions match."""
     path = folder / "catalog.toml"
-    spec = study.problem(deployment).spec
+    spec = _spec_of(deployment, study)
     text = scaled_catalog(deployment, study.catalog(deployment), spec, scales)
     path.write_text(text, encoding="utf-8")
     small = scaled_deployment(deployment, scales)
@@ -169,6 +179,12 @@ def _emulated(deployment: Deployment, study: Study, folder: Path, scales: Scales
 
 def baseline_deployment(deployment: Deployment, study: Study, name: str) -> Deployment:
     """The deployment that `planner.baselines` compares this one with."""
+    if len(deployment.of_kind("pd")) > 1:
+        raise InputError(
+            "baselines have one pd cluster, and the deployment has several",
+            where="--baseline",
+            fix="leave it out",
+        )
     made = getattr(baselines, name)(study.problem(deployment))
     if made is None:
         raise InputError(
@@ -214,14 +230,23 @@ def with_absolute_paths(deployment: Deployment, folder: Path) -> Deployment:
     def at(name: str | None) -> str | None:
         return None if name is None else str(folder / name)
 
-    workload = deployment.workload
-    if isinstance(workload, Trace):
-        workload = msgspec.structs.replace(workload, path=str(folder / workload.path))
+    def with_path(section: WorkloadSection) -> WorkloadSection:
+        if isinstance(section, Trace):
+            return msgspec.structs.replace(section, path=str(folder / section.path))
+        return section
+
+    clusters = [
+        cluster
+        if cluster.workload is None
+        else msgspec.structs.replace(cluster, workload=with_path(cluster.workload))
+        for cluster in deployment.clusters
+    ]
     section = deployment.gateway
     return msgspec.structs.replace(
         deployment,
         model=msgspec.structs.replace(deployment.model, config=at(deployment.model.config)),
-        workload=workload,
+        workload=with_path(deployment.workload),
+        clusters=clusters,
         gateway=msgspec.structs.replace(
             section,
             tokenizer=at(section.tokenizer),

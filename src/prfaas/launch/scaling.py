@@ -18,7 +18,7 @@ import msgspec
 from prfaas.catalog import Catalog, DecodePoint, PrefillPoint, ProfileRecord
 from prfaas.catalog.models import GQAGroup, LinearGroup, Model, ModelGroup, WindowGroup
 from prfaas.config import Deployment
-from prfaas.config.deployment import AdaptiveSection, Link, Trace
+from prfaas.config.deployment import AdaptiveSection, Link, WorkloadSection
 from prfaas.config.write import sparse, toml
 from prfaas.engine.emulated.pace import Scales, scaled_spec
 from prfaas.errors import InputError
@@ -30,17 +30,14 @@ _BYTE = "float8_e4m3fn"  # one byte per element: geometries in bytes
 
 def scaled_deployment(deployment: Deployment, scales: Scales) -> Deployment:
     """The scaled deployment, without its catalog (see `scaled_catalog`)."""
-    workload = deployment.workload
-    if isinstance(workload, Trace):
-        if scales.output != 1 and workload.output_tokens is None:
-            raise InputError(
-                "the output lengths of a trace cannot be scaled",
-                where="workload",
-                fix="set workload.output_tokens",
-            )
-    if workload.output_tokens is not None:
-        output = workload.output_tokens * scales.output
-        workload = msgspec.structs.replace(workload, output_tokens=output)
+    clusters = [
+        cluster
+        if cluster.workload is None
+        else msgspec.structs.replace(
+            cluster, workload=_workload(cluster.workload, scales, f"clusters.{index}.workload")
+        )
+        for index, cluster in enumerate(deployment.clusters)
+    ]
     slo = deployment.slo
     pace = slo.output_tokens_per_s * scales.output / scales.time
     slo = msgspec.structs.replace(_scale_seconds(slo, scales.time), output_tokens_per_s=pace)
@@ -58,8 +55,9 @@ def scaled_deployment(deployment: Deployment, scales: Scales) -> Deployment:
     return msgspec.structs.replace(
         deployment,
         model=msgspec.structs.replace(deployment.model, config=None, kv_dtype=None),
-        workload=workload,
+        workload=_workload(deployment.workload, scales, "workload"),
         slo=slo,
+        clusters=clusters,
         links=[_link(link, scales) for link in deployment.links],
         scheduler=rules,
         cache=msgspec.structs.replace(deployment.cache, gb_per_node=gb),
@@ -84,6 +82,18 @@ def scaled_catalog(deployment: Deployment, catalog: Catalog, spec: KVSpec, scale
             "profiles": [sparse(_profile(catalog, record, scales, how)) for record in records],
         }
     )
+
+
+def _workload(section: WorkloadSection, scales: Scales, where: str) -> WorkloadSection:
+    if section.output_tokens is None:
+        if scales.output != 1:
+            raise InputError(
+                "the output lengths of a trace cannot be scaled",
+                where=where,
+                fix=f"set {where}.output_tokens",
+            )
+        return section
+    return msgspec.structs.replace(section, output_tokens=section.output_tokens * scales.output)
 
 
 def _scale_seconds(section: S, time: float) -> S:

@@ -45,3 +45,11 @@ class NetworkStudy(Study):
         except InputError as error:
             raise error.in_file(self._file) from None
         return self.problem(deployment, workload, at=pd)
+
+
+def deployment_problem(file: Path, deployment: Deployment) -> Problem | NetworkProblem:
+    """The problem of a deployment, exactly read: that of its PD cluster or, where there are
+    several, of all of them."""
+    if len(deployment.of_kind("pd")) > 1:
+        return NetworkStudy(file, "exact").network(deployment)
+    return Study(file, "exact").problem(deployment)

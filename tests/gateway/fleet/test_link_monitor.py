@@ -64,3 +64,12 @@ def test_a_relay_is_used_between_clusters_only() -> None:
     b.via = "relay:1"
     assert fleet.links.relay_between(f, b) == "relay:1"
     assert fleet.links.relay_between(a, b) is None
+
+
+def test_a_node_may_have_a_relay_for_each_cluster_that_sends_to_it() -> None:
+    fleet, _ = fleet_and_router(FakeClock())
+    b, f = (member_of(fleet, node) for node in (B, F))
+    b.via = {FAR: "relay:1", "elsewhere": "relay:2"}
+    assert fleet.links.relay_between(f, b) == "relay:1"
+    b.via = {"elsewhere": "relay:2"}
+    assert fleet.links.relay_between(f, b) is None

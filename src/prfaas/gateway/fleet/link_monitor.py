@@ -59,4 +59,5 @@ class LinkMonitor:
         target's kvd is reached directly."""
         if source.cluster == target.cluster:
             return None
-        return target.via or self._reports.relay((source.cluster, target.cluster))
+        own = target.relay_from(source.cluster)
+        return own or self._reports.relay((source.cluster, target.cluster))

@@ -93,8 +93,8 @@ class _Receivers:
         self._late_s: dict[ClusterId, float] = {}  # the largest of each cluster
         for member in members:
             if member.report is not None:
-                for address in {member.report.data_address, member.via} - {None}:
-                    self._at.setdefault(str(address), []).append(member)
+                for address in {member.report.data_address, *member.relays}:
+                    self._at.setdefault(address, []).append(member)
                 late_s = max(self._late_s.get(member.cluster, 0.0), _late_s(member, now_s))
                 self._late_s[member.cluster] = late_s
 

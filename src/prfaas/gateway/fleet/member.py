@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -118,7 +119,8 @@ class Member:
     listed: bool  # in the deployment file
     timeouts: GatewayTimeouts
     url: str | None = None  # the engine's, from the deployment file; None: the kvd's report has it
-    via: str | None = None  # address of a relay that other clusters use to reach this kvd
+    # Address of a relay that other clusters use to reach this kvd, or one for each such cluster.
+    via: str | Mapping[str, str] | None = None
     # How late the gateway itself was: answers that it could not read are no silence of the member.
     late_since: LateSince = never_late
     report: KvdReport | None = None
@@ -152,6 +154,17 @@ class Member:
         if self.url is not None or self.report is None:
             return self.url
         return next((engine.url for engine in self.report.engines if engine.url), None)
+
+    def relay_from(self, source: ClusterId) -> str | None:
+        """Address of the relay through which kvds of `source` reach this one, if it has its own."""
+        return self.via if self.via is None or isinstance(self.via, str) else self.via.get(source)
+
+    @property
+    def relays(self) -> frozenset[str]:
+        """The addresses of all relays of this kvd alone."""
+        if self.via is None:
+            return frozenset()
+        return frozenset((self.via,) if isinstance(self.via, str) else self.via.values())
 
     @property
     def compat(self) -> Compat | None:

@@ -1,0 +1,248 @@
+"""`prfaas drain`: takes a cluster out of use without a failed request, and back into use."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+from rich.console import Console
+
+from prfaas.cli.shared_options import as_input_error, read_key
+from prfaas.clock import Clock, MonotonicClock
+from prfaas.config.tls import TlsSection
+from prfaas.display.console import print_json
+from prfaas.errors import InputError, PeerError, PeerHttpError
+from prfaas.http_client.client import HttpClient, open_client
+from prfaas.http_client.peer_url import parse_peer_url
+from prfaas.security.tls import load_identity
+
+REQUEST_S = 30.0  # for one response of the gateway
+# Between two looks at the gateway's state. It is longer than the gateway's own polls of a node, so
+# that two looks in a row without a request are two reports of every node.
+POLL_S = 1.0
+QUIET_POLLS = 2  # a request may be on its way from one node to the other at the first of them
+LONGEST_S = 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """How far a cluster is drained."""
+
+    cluster: str
+    drained: bool
+    nodes: int  # of the cluster that are alive
+    requests_left: dict[str, int]  # by node, where there are any
+    waited_s: float
+
+    @property
+    def finished(self) -> bool:
+        return not self.drained or not self.requests_left
+
+
+@click.command()
+@click.argument("cluster", metavar="CLUSTER")
+@click.option(
+    "--gateway",
+    "url",
+    metavar="URL",
+    required=True,
+    help="A gateway of the deployment: http://HOST:PORT. It tells the others.",
+)
+@click.option("--return", "back", is_flag=True, help="Take the cluster back into use.")
+@click.option(
+    "--wait/--no-wait",
+    default=True,
+    show_default=True,
+    help="Wait until no node of the cluster has a request.",
+)
+@click.option(
+    "--timeout-s",
+    default=600.0,
+    show_default=True,
+    help="Longest wait. The cluster stays drained after it.",
+)
+@click.option(
+    "--operator-key-file",
+    type=click.Path(path_type=Path),
+    help="File with the key that opens the gateway's operator paths.",
+)
+@click.option("--tls-ca", metavar="FILE", help="CA certificate of the deployment.")
+@click.option("--tls-cert", metavar="FILE", help="Certificate of this host.")
+@click.option("--tls-key", metavar="FILE", help="Private key of the certificate.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def drain(
+    cluster: str,
+    url: str,
+    back: bool,
+    wait: bool,
+    timeout_s: float,
+    operator_key_file: Path | None,
+    tls_ca: str | None,
+    tls_cert: str | None,
+    tls_key: str | None,
+    as_json: bool,
+) -> None:
+    """Take a cluster out of use: no new request is sent to it, and those that it has finish.
+
+    While a PrfaaS cluster is drained, other clusters prefill in its place. While a pd cluster is
+    drained, requests that arrive there are served by another pd cluster that it has a link to.
+    The cluster stays drained, also after restarts of its nodes, until `--return`.
+
+    \b
+    Exit codes:
+      0  the cluster has no request left (or, with --no-wait or --return, the order was accepted)
+      1  requests were left after --timeout-s
+      2  the gateway refused the order or did not answer
+
+    \b
+      prfaas drain north --gateway http://gw:8080 --operator-key-file operator.key
+      prfaas drain north --gateway http://gw:8080 --operator-key-file operator.key --return
+    """
+    at = parse_peer_url(url, "--gateway")
+    if not 0 < timeout_s <= LONGEST_S:
+        fix = f"give seconds from above 0 to {LONGEST_S:.0f}"
+        raise InputError(f"{timeout_s:g} is out of range", where="--timeout-s", fix=fix)
+    key = read_key(operator_key_file)
+    tls = load_identity(TlsSection(tls_ca, tls_cert, tls_key), "--tls")
+
+    async def run() -> Drained:
+        async with open_client(key, tls=None if tls is None else tls.client) as http:
+            order = DrainClient(http, at, cluster, MonotonicClock())
+            await order.send(drained=not back)
+            if back or not wait:
+                return await order.look(drained=not back)
+            with _progress(as_json) as say:
+                return await order.wait(timeout_s, say)
+
+    try:
+        found = asyncio.run(run())
+    except PeerError as error:
+        raise _explained(error) from None
+    if as_json:
+        print_json({**asdict(found), "finished": found.finished})
+    else:
+        click.echo(in_words(found))
+    sys.exit(0 if found.finished or not wait else 1)
+
+
+class DrainClient:
+    """Orders of one cluster at one gateway."""
+
+    def __init__(self, http: HttpClient, url: str, cluster: str, clock: Clock) -> None:
+        self._http = http
+        self._url = url
+        self._cluster = cluster
+        self._clock = clock
+        self._started_s = clock.now()
+
+    async def send(self, *, drained: bool) -> None:
+        body = msgspec.json.encode({"cluster": self._cluster, "drained": drained})
+        headers = {"Content-Type": "application/json"}
+        at = f"{self._url}/prfaas/v1/drain"
+        await self._http.request("POST", at, timeout_s=REQUEST_S, body=body, headers=headers)
+
+    async def look(self, *, drained: bool) -> Drained:
+        at = f"{self._url}/prfaas/v1/state"
+        state = await self._http.request_json("GET", at, dict[str, Any], timeout_s=REQUEST_S)
+        nodes = nodes_of(state, self._cluster)
+        waited_s = round(self._clock.now() - self._started_s, 1)
+        return Drained(self._cluster, drained, len(nodes), requests_left(nodes), waited_s)
+
+    async def wait(self, timeout_s: float, say: Callable[[str], None]) -> Drained:
+        """Returns when the cluster has no request, or after `timeout_s`."""
+        quiet = 0
+        while True:
+            found = await self.look(drained=True)
+            say(in_words(found))
+            quiet = 0 if found.requests_left else quiet + 1
+            left_s = self._started_s + timeout_s - self._clock.now()
+            if quiet >= QUIET_POLLS or left_s <= 0:
+                return found
+            await asyncio.sleep(min(POLL_S, left_s))
+
+
+def nodes_of(state: Mapping[str, Any], cluster: str) -> list[Mapping[str, Any]]:
+    """The nodes of a cluster that are alive: one that has died has no request left."""
+    return [
+        node
+        for entry in state.get("clusters", [])
+        if entry.get("cluster") == cluster
+        for node in entry.get("nodes", [])
+        if node.get("alive")
+    ]
+
+
+def requests_left(nodes: list[Mapping[str, Any]]) -> dict[str, int]:
+    """Requests by node. The node counts those of all gateways, and this gateway knows of those that
+    it has sent and that the node has not reported yet."""
+    counts = {
+        str(node.get("node") or node.get("kvd_url")): max(
+            int(node.get("running", 0)) + int(node.get("waiting", 0)),
+            int(node.get("queued", 0)) + int(node.get("active", 0)),
+        )
+        for node in nodes
+    }
+    return {name: count for name, count in counts.items() if count}
+
+
+def in_words(found: Drained) -> str:
+    if not found.drained:
+        return f"{found.cluster} is in use again, with {found.nodes} nodes"
+    if not found.requests_left:
+        return f"{found.cluster} is drained: none of its {found.nodes} nodes has a request"
+    left, nodes = sum(found.requests_left.values()), len(found.requests_left)
+    return f"{found.cluster} drains: {left} requests are left on {nodes} of {found.nodes} nodes"
+
+
+class _Line:
+    """One line on a terminal, which is written again; elsewhere a line for each change."""
+
+    def __init__(self, screen: Console) -> None:
+        self._screen = screen
+        self._status = screen.status("") if screen.is_terminal else None
+        self._shown = ""
+
+    def __enter__(self) -> Callable[[str], None]:
+        if self._status is not None:
+            self._status.start()
+        return self._say
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def _say(self, text: str) -> None:
+        if self._status is not None:
+            self._status.update(text)
+        elif text != self._shown:
+            self._screen.print(text, markup=False, soft_wrap=True)
+        self._shown = text
+
+
+def _progress(as_json: bool) -> _Line | nullcontext[Callable[[str], None]]:
+    if as_json:
+        return nullcontext(lambda _: None)
+    return _Line(Console(stderr=True, highlight=False))
+
+
+def _explained(error: PeerError) -> InputError:
+    """The error of a gateway, with what to do about it."""
+    if isinstance(error, PeerHttpError):
+        if error.status in (401, 403):
+            fix = "give the gateway's operator key with --operator-key-file"
+            return InputError(f"the gateway refused: {error}", where="--gateway", fix=fix)
+        if error.status == 400:
+            return InputError(str(error), where="CLUSTER", fix="name a cluster of the deployment")
+        if error.status in (404, 405):
+            fix = "give the URL of a gateway that can drain clusters"
+            return InputError(
+                f"the gateway does not know the order: {error}", where="--gateway", fix=fix
+            )
+    return as_input_error(error)
