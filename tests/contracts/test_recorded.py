@@ -51,6 +51,8 @@ KVD_API: dict[str, Any] = {
     "GET /v1/events response": kvd_api.EventPage,
     "POST /v1/role request": kvd_api.SetRole,
     "POST /v1/role response": kvd_api.Role,
+    "POST /v1/planning request": kvd_api.ClaimPlanning,
+    "POST /v1/planning response": kvd_api.PlanningLease,
     "POST /prfaas/v1/register request": kvd_api.Heartbeat,
     "error response": kvd_api.KvdErrorBody,
 }

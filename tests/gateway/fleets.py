@@ -18,10 +18,11 @@ from prfaas.lateness import LateSince, never_late
 from prfaas.scheduler.plan import plan_for_nodes, with_instances
 from prfaas.scheduler.request import Request
 from prfaas.testing.clock import FakeClock
-from prfaas.types import NodeId
+from prfaas.types import ClusterId, NodeId
 from tests.gateway.backends import THRESHOLD, deployment, problem, prompt
 from tests.gateway.reports import appear
 
+PD = ClusterId("pd")
 A, B, C, F = (NodeId(name) for name in "abcf")
 HOMES = [{"url": f"http://{n}:1", "kvd_url": f"http://{n}:2"} for n in "abc"]
 FARS = [{"url": "http://f:1", "kvd_url": "http://f:2"}]
@@ -55,7 +56,7 @@ def fleet_and_router(
         clock.now(),
         reason="test",
     )
-    router.follow(plan)
+    router.follow({fleet.homes[0]: plan})
     for node, role in plan.roles.items():
         fleet.assign_role(node, role)
     fleet.refresh()
@@ -91,7 +92,7 @@ def placement(
     tokens: int, clock: Clock, *avoid: NodeId, tenant: str = "", seed: int = 0
 ) -> PlacementRequest:
     hashes = PromptHashes(prompt(tokens, seed), salt=tenant)
-    return PlacementRequest(Request(0, tokens, clock.now()), hashes, avoid, tenant=tenant)
+    return PlacementRequest(Request(0, tokens, clock.now()), hashes, avoid, tenant=tenant, home=PD)
 
 
 async def place(router: Router, wanted: PlacementRequest) -> tuple[str, str]:

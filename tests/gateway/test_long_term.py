@@ -31,6 +31,7 @@ from tests.gateway.backends import (
     with_role,
 )
 from tests.gateway.conftest import EMULATED, Hosts
+from tests.gateway.fleets import PD
 from tests.node.hosts import Host
 
 SOON = {"every_s": 0.2, "warmup_s": 0.0, "block_requests": 50, "dwell_s": 0.0}
@@ -50,7 +51,7 @@ def chatter(backend: GatewayBackend) -> None:
     """Short prompts with long answers have been served: work for decode nodes."""
     for number in range(200):
         tokens = 300 + 7 * (number % 50)
-        backend.dispatcher.traffic.observe(MonotonicClock().now(), tokens, 0, 4000, 0.1)
+        backend.dispatcher.traffic.observe(PD, MonotonicClock().now(), tokens, 0, 4000, 0.1)
 
 
 def metric(backend: GatewayBackend, name: str) -> list[float]:

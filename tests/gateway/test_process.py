@@ -150,7 +150,11 @@ def test_health_and_the_document_need_no_key(url: str) -> None:
     )
     with urllib.request.urlopen(request) as answer:
         page = answer.read().decode()
-    for name in ("requests_total", "plan_threshold_tokens 1000", 'prefill_pace{cluster="pd"}'):
+    for name in (
+        "requests_total",
+        'plan_threshold_tokens{cluster="pd"} 1000',
+        'prefill_pace{cluster="pd"}',
+    ):
         assert f"prfaas_gateway_{name}" in page, name
 
 

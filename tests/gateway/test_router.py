@@ -18,6 +18,7 @@ from prfaas.types import NodeId
 from tests.gateway.backends import until
 from tests.gateway.fleets import (
     LONG,
+    PD,
     SHORT,
     A,
     B,
@@ -42,10 +43,9 @@ async def test_recorded_decisions_know_what_could_be_copied() -> None:
     versions do not tell the two apart: all of it could be copied."""
     clock, file = FakeClock(), io.BytesIO()
     fleet, router = fleet_and_router(clock)
-    recorded = Router(fleet, router.state.rules, clock, DecisionLog(file))
-    plan = router.plan
-    assert plan is not None
-    recorded.follow(plan)
+    recorded = Router(fleet, router.rules, clock, DecisionLog(file))
+    plan = router.plans[PD]
+    recorded.follow({PD: plan})
     wanted = placement(SHORT, clock)
     chain = wanted.prompt.at(64)
     for name, blocks in ((A, 3), (NodeId("engine"), 6)):
@@ -55,7 +55,7 @@ async def test_recorded_decisions_know_what_could_be_copied() -> None:
     assert (await recorded.place(wanted, 1.0)).route.cached_tokens == 6 * 64
     line = json.loads(file.getvalue())
     assert line["cached"][A]["pool_tokens"] == 3 * 64
-    costs = fleet.pace.costs
+    costs = fleet.pace.costs[PD]
     ((decision, again),) = replay([msgspec.json.encode(line)], costs, plan)
     assert again == decision.taken
     line["clusters"][0][1][0][3] = clock.now() + 60.0  # a is busy

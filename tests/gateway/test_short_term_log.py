@@ -15,7 +15,8 @@ from prfaas.scheduler.congestion import LinkHealth, LinkVerdict
 from prfaas.scheduler.state import LinkState, ShortTermState
 from prfaas.types import ClusterId
 
-OUT = (ClusterId("far"), ClusterId("near"))
+NEAR = ClusterId("near")
+OUT = (ClusterId("far"), NEAR)
 CALM = ShortTermState(SchedulerSection(), {OUT: LinkState()})
 
 
@@ -44,7 +45,7 @@ def test_every_change_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
         at(LinkVerdict.CONGESTED, "loss", 4e7),
         replace(at(LinkVerdict.CLEAR, ""), threshold_factor=2.0, cause="PrfaaS nodes are busy"),
     ):
-        subject.record(state)
+        subject.record({NEAR: state})
     assert [record.getMessage() for record in caplog.records] == [
         "link far -> near is building (waiting); it was clear",
         "link far -> near: estimated rate 10 Mbit/s, as delivered while bytes waited",
@@ -52,18 +53,20 @@ def test_every_change_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
         "link far -> near: estimated rate 40 Mbit/s, as delivered while bytes waited",
         "link far -> near is clear; it was congested (loss)",
         "link far -> near: estimated rate reset to the configured rate",
-        "the threshold factor changed to 2 from 1: PrfaaS nodes are busy",
+        "near: the threshold factor changed to 2 from 1: PrfaaS nodes are busy",
     ]
 
 
 def test_metrics_have_the_causes() -> None:
     subject = ShortTermLog()
     assert rendered(subject) == ""
-    subject.record(CALM)
+    subject.record({NEAR: CALM})
     text = rendered(subject)
     assert 'prfaas_gateway_link_verdict{source="far",target="near"} 0.0' in text
-    assert "believed_bps{" not in text and "prfaas_gateway_threshold_factor 1.0" in text
-    subject.record(replace(at(LinkVerdict.BUILDING, "waiting", 5e6), threshold_factor=2.0))
+    assert "believed_bps{" not in text
+    assert 'prfaas_gateway_threshold_factor{cluster="near"} 1.0' in text
+    raised = replace(at(LinkVerdict.BUILDING, "waiting", 5e6), threshold_factor=2.0)
+    subject.record({NEAR: raised})
     text = rendered(subject)
     assert 'prfaas_gateway_link_believed_bps{source="far",target="near"} 5e+06' in text
     changes = "prfaas_gateway_link_verdict_changes_total"

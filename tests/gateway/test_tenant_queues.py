@@ -146,7 +146,7 @@ async def test_no_node_is_idle_while_a_request_waits_that_it_could_serve(policy:
         while deployment.placed < len(deployment.sent):
             waiting = set(deployment.router.waiting_room.queues())
             assert waiting, "what is not placed waits"
-            for cluster, node in (deployment.fleet.local, A), (deployment.fleet.remotes[0], F):
+            for cluster, node in (deployment.fleet.homes[0], A), (deployment.fleet.remotes[0], F):
                 if cluster in waiting:
                     assert deployment.running.get(node), f"{node} is idle"
             await deployment.end_first_prefill()

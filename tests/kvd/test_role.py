@@ -9,3 +9,11 @@ def test_a_change_of_an_older_role_is_refused() -> None:
     assert first == Role("prefill", 1)
     assert compare_and_set(first, SetRole("decode", 0)) is None
     assert compare_and_set(first, SetRole("decode", 1)) == Role("decode", 2)
+
+
+def test_a_change_of_an_earlier_planner_is_refused() -> None:
+    current = Role("prefill", 3)
+    assert compare_and_set(current, SetRole("decode", 3, 6), 7) is None
+    assert compare_and_set(current, SetRole("decode", 2, 8), 7) is None
+    for epoch in (0, 7, 8):  # no election, the planner, and one that has no lease here
+        assert compare_and_set(current, SetRole("decode", 3, epoch), 7) == Role("decode", 4)

@@ -7,17 +7,16 @@ from hypothesis import given
 from prfaas.planner.curves import Atoms
 from prfaas.planner.latency import predict
 from prfaas.planner.workload import Workload
-from prfaas.scheduler.explain import explain
 from prfaas.scheduler.request import Request, Route
 from prfaas.scheduler.view import View
 from tests.scheduler.views import (
     FAR,
     LOCAL,
     NEAR,
-    PLAN,
     PROBLEM,
     REMOTE,
     Hit,
+    explain_at,
     policies,
     requests,
     state,
@@ -30,7 +29,7 @@ from tests.scheduler.views import (
 def test_the_chosen_route_is_among_the_alternatives(
     request: Request, seen: View, policy: str
 ) -> None:
-    found = explain(request, seen, PLAN, state(policy))
+    found = explain_at(request, seen, state(policy))
     times = [alternative.forecast.ttft_s for alternative in found.alternatives]
     assert times == sorted(times)
     if isinstance(found.chosen, Route):
@@ -42,7 +41,7 @@ def test_an_idle_forecast_is_the_planners(tokens: int) -> None:
     """One definition of TTFT: a workload of this one length, at no load."""
     work = Workload(np.array([float(tokens)]), np.zeros(1), np.ones(1), output_tokens=100)
     alone = replace(PROBLEM, workload=work)
-    found = explain(Request(1, tokens), view(), PLAN, state("paper")).alternatives
+    found = explain_at(Request(1, tokens), view(), state("paper")).alternatives
     forecasts = {alternative.cluster: alternative.forecast for alternative in found}
     for cluster, threshold in ((NEAR, tokens), (FAR, 0)):
         said = predict(alone, Atoms(work, PROBLEM.spec), threshold, 2, [1.0], 1e-9)
@@ -52,7 +51,7 @@ def test_an_idle_forecast_is_the_planners(tokens: int) -> None:
 
 def test_a_foreign_prefix_is_a_separate_alternative() -> None:
     seen = view({REMOTE[1]: Hit(1280, 1280)})
-    found = explain(Request(1, 1500), seen, PLAN, state("adaptive")).alternatives
+    found = explain_at(Request(1, 1500), seen, state("adaptive")).alternatives
     ways = {(a.cluster, a.cached_tokens, bool(a.copies)) for a in found}
     assert ways == {(NEAR, 0, False), (NEAR, 1280, True), (FAR, 1280, False)}
     assert all(a.node in LOCAL + REMOTE for a in found)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from prfaas.config.deployment import RemaindersSection
 from prfaas.scheduler.board import Board
-from prfaas.scheduler.explain import explain
 from prfaas.scheduler.forecast import forecast
 from prfaas.scheduler.options import remainder_option
 from prfaas.scheduler.request import Request, Route
@@ -28,6 +27,7 @@ from tests.scheduler.views import (
     PLAN,
     REMOTE,
     Hit,
+    explain_at,
     policies,
     requests,
     state,
@@ -113,7 +113,7 @@ def test_it_goes_where_no_node_prefills() -> None:
 
 
 def test_explain_has_it_among_the_alternatives() -> None:
-    found = explain(SHORT, view(HELD), PLAN, rules())
+    found = explain_at(SHORT, view(HELD), rules())
     (own,) = [a for a in found.alternatives if a.decodes]
     assert (own.node, own.cluster, own.cached_tokens) == (DECODE, NEAR, 1920)
     assert own.forecast.transfer_s == 0

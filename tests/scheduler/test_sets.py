@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.scheduler.explain import explain, explain_in_sets
+from prfaas.scheduler.explain import explain
 from prfaas.scheduler.request import Request, Route
 from prfaas.scheduler.sets import (
     has_room_alone,
@@ -95,7 +95,7 @@ def test_one_set_is_routed_as_the_whole_deployment(
         assert isinstance(as_ever, Hold) and as_ever.cluster is None
     else:
         assert found.taken == as_ever
-    ours, theirs = (explain_in_sets(request, [whole], PLAN, how), explain(request, seen, PLAN, how))
+    ours, theirs = (explain(found, [each], request, PLAN, how) for each in (whole, seen))
     assert ours.alternatives == theirs.alternatives
 
 

@@ -12,6 +12,8 @@ from prfaas.planner.problem import Path, Problem
 from prfaas.scheduler.board import Board
 from prfaas.scheduler.congestion import LinkHealth, LinkVerdict
 from prfaas.scheduler.costs import build_costs
+from prfaas.scheduler.explain import Explanation, explain
+from prfaas.scheduler.homes.elsewhere import decide_by_route
 from prfaas.scheduler.lookup.prefixes import CachedPrefix, group_prefixes
 from prfaas.scheduler.plan import Plan, first_plan
 from prfaas.scheduler.request import Request
@@ -107,3 +109,7 @@ views = st.builds(
     pending_bytes=st.floats(0, 1e10),
 )  # fmt: skip
 requests = st.builds(Request, st.just(1), st.integers(1, 5000))
+
+
+def explain_at(request: Request, seen: View, how: ShortTermState) -> Explanation:
+    return explain(decide_by_route(request, seen, PLAN, how), [seen], request, PLAN, how)

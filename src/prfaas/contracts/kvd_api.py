@@ -10,6 +10,7 @@
     GET  /v1/events              -> EventPage
     GET  /v1/role                -> Role
     POST /v1/role                SetRole -> Role
+    POST /v1/planning            ClaimPlanning -> PlanningLease
     POST /v1/prove               ProveMembership -> ProofOfMembership
     any error                    -> KvdErrorBody
 
@@ -52,6 +53,11 @@ GroupName: TypeAlias = Annotated[
 BlockName: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=1, max_length=64)]
 # The window of `KvdReport.late_s`: a gateway that polls twice a second misses nothing within it.
 LATE_WINDOW_S = 2.0
+LONGEST_LEASE_S = 3.0  # of the planning lease: a kvd grants no longer one
+MOST_EPOCH = 1 << 40  # of plannings
+_Instance: TypeAlias = Annotated[str, msgspec.Meta(max_length=256)]
+_PlanningEpoch: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MOST_EPOCH)]
+_LeaseSeconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=60)]
 
 
 class KvdErrorBody(msgspec.Struct, frozen=True):
@@ -143,11 +149,31 @@ class Role(msgspec.Struct, frozen=True):
     epoch: int = 0
 
 
-class SetRole(msgspec.Struct, frozen=True):
+class SetRole(msgspec.Struct, frozen=True, omit_defaults=True):
     """Assigns a role. `epoch` is the one that the decision was based on."""
 
     role: RoleName
     epoch: int
+    # Of the gateway's planning lease. 0: the deployment has one gateway, which needs no lease.
+    planning_epoch: _PlanningEpoch = 0
+
+
+class ClaimPlanning(msgspec.Struct, frozen=True):
+    """A gateway requests the planning lease, renews it, or gives it up (`lease_s` of 0). Epoch 0 is
+    never granted: a gateway that only asks who plans claims it."""
+
+    gateway: Annotated[_Instance, msgspec.Meta(min_length=1)]  # the instance of its process
+    epoch: _PlanningEpoch
+    lease_s: _LeaseSeconds
+
+
+class PlanningLease(msgspec.Struct, frozen=True):
+    """What the kvd has promised, after the claim."""
+
+    gateway: _Instance  # empty: the kvd has promised nothing since its start
+    epoch: _PlanningEpoch
+    granted: bool  # whether the claim was
+    left_s: _LeaseSeconds  # before the kvd grants a higher epoch to another gateway
 
 
 class GroupShape(msgspec.Struct, frozen=True, array_like=True):

@@ -29,10 +29,14 @@ from prfaas.gateway.fleet.admission import Admission
 from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.fleet.membership import TooManyMembers
 from prfaas.gateway.fleet.polling import Poller
+from prfaas.gateway.homes.request_homes import RequestHomes
+from prfaas.gateway.homes.traffic import HomeTraffic
+from prfaas.gateway.planning.coordination import Alone
 from prfaas.gateway.planning.evacuation import Evacuations
 from prfaas.gateway.planning.long_term_loop import LongTermLoop
 from prfaas.gateway.planning.prefix_copies import PrefixCopies
 from prfaas.gateway.planning.replication import Replication
+from prfaas.gateway.planning.role_changes import RoleChanges
 from prfaas.gateway.request import GatewayRequest, RequestTrace, Upstream
 from prfaas.gateway.router import Router
 from prfaas.gateway.short_term_loop import run_short_term_loop
@@ -43,6 +47,7 @@ from prfaas.http_client.peer_url import parse_peer_url
 from prfaas.lateness import BEAT_S, Lateness
 from prfaas.planner.network.problem import NetworkProblem
 from prfaas.planner.problem import Problem
+from prfaas.scheduler.homes.plans import as_network, home_name
 from prfaas.security.shared_key import SharedKey
 from prfaas.security.tls import TlsIdentity
 from prfaas.supervision import repeat
@@ -56,7 +61,8 @@ class BackendOptions:
     record: Path | None = None  # file for routing decisions, one JSON line each
     member_key: SharedKey | None = None  # sent to nodes and kvds as a bearer token
     tls: TlsIdentity | None = None  # for calls to nodes and kvds
-    cluster: ClusterId | None = None  # the PD cluster whose requests arrive here; None: of all
+    # The PD cluster whose requests this gateway receives; None: those of all PD clusters.
+    cluster: ClusterId | None = None
 
 
 class GatewayBackend:
@@ -75,6 +81,7 @@ class GatewayBackend:
         self.fleet = fleet
         self.router = router
         self.dispatcher = dispatcher
+        self._homes = dispatcher.homes
         self._poller = poller
         self._admission = admission
         self._status = status
@@ -88,7 +95,8 @@ class GatewayBackend:
     def explain(self, request: GatewayRequest) -> dict[str, Any]:
         prompt = PromptHashes(request.token_ids.array, salt=request.salt, adapter=request.adapter)
         routed = routed_request(request, 0, self._clock.now())
-        return explanation_json(self.router.explain(routed, prompt), self._form_between)
+        home = self._homes.of(request, prompt)
+        return explanation_json(self.router.explain(routed, prompt, home), self._form_between)
 
     def _form_between(self, prefill: NodeId, decode: NodeId) -> Form | None:
         """None: the nodes cannot hand over, or no hand-off is needed."""
@@ -144,7 +152,8 @@ async def running(
     clock: Clock | None = None,
     tenants: Tenants | None = None,
 ) -> AsyncIterator[GatewayBackend]:
-    """`studies.problem_files.Study.problem` builds `problem` from the deployment. The policy is
+    """`studies.problem_files.Study.problem` builds `problem` from the deployment, or
+    `studies.network_plans.NetworkStudy.network` where there are several PD clusters. The policy is
     that of `deployment.scheduler`. `tenants` is also the API's; without it there is one tenant."""
     options, clock = options or BackendOptions(), clock or MonotonicClock()
     tenants = tenants or Tenants(deployment.gateway)
@@ -177,7 +186,11 @@ async def running(
         copies = PrefixCopies(fleet, http, background_calls, clock)
         rules = deployment.scheduler.moves
         evacuations = Evacuations(fleet, copies, background_calls, clock, rules)
-        planning = LongTermLoop(fleet, router, evacuations, deployment, problem, http, clock)
+        shares = {home_name(home): home.share for home in as_network(problem).homes}
+        traffic = HomeTraffic(shares, clock.now(), deployment.scheduler.replan.window_s)
+        coordination = Alone(traffic.histories, plans=deployment.gateway.plans)
+        roles = RoleChanges(fleet, evacuations, http, coordination)
+        planning = LongTermLoop(fleet, router, roles, deployment, problem, clock, coordination)
         for member in fleet.members:
             poller.start(member)
         loops = [
@@ -191,8 +204,9 @@ async def running(
             loops.append(tasks.create_task(replication.run()))
         budget = RetryBudget(max_attempts=deployment.gateway.max_attempts)
         hand_offs = HandOffs(fleet, http, background_calls, copies, clock)
-        dispatcher = Dispatcher(router, hand_offs, budget, planning.traffic, clock)
-        status = GatewayStatus(fleet, router, planning, budget, copies, clock)
+        homes = RequestHomes(router, shares, options.cluster)
+        dispatcher = Dispatcher(router, hand_offs, budget, traffic, homes, clock)
+        status = GatewayStatus(fleet, router, planning, budget, copies, clock, traffic.histories)
         admission = Admission(
             options.member_key, strangers, timeouts.kvd_call_s, has_tls=options.tls is not None
         )

@@ -13,7 +13,7 @@ from prfaas.scheduler.short_term import has_room
 from prfaas.scheduler.state import ShortTermState
 from prfaas.scheduler.view import NodeView, View, exclude_nodes
 from prfaas.scheduler.waiting import Hold, WaitingRoom
-from prfaas.types import NodeId
+from prfaas.types import ClusterId, NodeId
 
 
 class FairHolds:
@@ -38,7 +38,7 @@ class FairHolds:
         tenants are before it. With one tenant, `route` decides alone."""
         if not self._tenants.several:
             return None
-        tenant, arrived_s = placement.tenant, placement.request.arrived_s
+        queue, arrived_s, home = placement.queue, placement.request.arrived_s, found.decode_cluster
         if found.prefill == found.decode:
             # One node does everything, so that room in the prefill queues means nothing. It is
             # retried whenever something has ended.
@@ -46,7 +46,7 @@ class FairHolds:
                 node = self._fleet.board.node(found.decode)
                 is_free = self._is_free(node, state, prefills=True)
             else:
-                is_free = self.can_decode(state, placement.avoid, prefills=True)
+                is_free = self.can_decode(state, home, placement.avoid, prefills=True)
             if is_free:
                 return None
             return Hold("every decode node is busy", None, found.prefill_s, arrived_s)
@@ -54,31 +54,35 @@ class FairHolds:
         def hold(reason: str) -> Hold:
             return Hold(reason, found.cluster, found.prefill_s, arrived_s)
 
-        view = exclude_nodes(self._view(), placement.avoid)
+        view = exclude_nodes(self._view(home), placement.avoid)
         if not has_room(found.cluster, view, state):
             if self._wait_s(found.prefill) > state.rules.adaptive.queue_s:
                 return hold("every prefill queue of the cluster is long enough")
-        if not self.can_decode(state, placement.avoid):
+        if not self.can_decode(state, home, placement.avoid):
             return hold("no decode node has a free slot")
         if found.cluster == placement.waits_for:
             return None  # it is the first of its queue
-        if self._waiting_room.others_are_before(found.cluster, tenant):
+        if self._waiting_room.others_are_before(found.cluster, queue):
             return hold("requests of other tenants are before it")
         # Policy `adaptive` has a rule of its own for the order of one tenant's requests.
-        first_s = self._waiting_room.first(found.cluster, tenant)
+        first_s = self._waiting_room.first(found.cluster, queue)
         if state.rules.policy != "adaptive" and first_s <= arrived_s:
             return hold("other requests have waited longer")
         return None
 
     def can_decode(
-        self, state: ShortTermState, avoid: Collection[NodeId] = (), *, prefills: bool = False
+        self,
+        state: ShortTermState,
+        home: ClusterId,
+        avoid: Collection[NodeId] = (),
+        *,
+        prefills: bool = False,
     ) -> bool:
-        """Whether a decode node has a free slot; `prefills`: and could start a prefill soon. A slot
-        is free until a request's state is in place: if requests were held while others are
-        prefilled for the last slots, slots would be idle for the time of a prefill."""
-        usable = [
-            node for node in self._view().local.nodes if node.usable and node.role == "decode"
-        ]
+        """Whether a decode node of `home` has a free slot; `prefills`: and could start a prefill
+        soon. A slot is free until a request's state is in place: if requests were held while others
+        are prefilled for the last slots, slots would be idle for the time of a prefill."""
+        nodes = self._fleet.board.cluster(home).nodes
+        usable = [node for node in nodes if node.usable and node.role == "decode"]
         chosen = [node for node in usable if node.node not in avoid] or usable
         # Where no node decodes any more, a request that waits is routed anew.
         return not chosen or any(self._is_free(node, state, prefills=prefills) for node in chosen)
@@ -92,5 +96,5 @@ class FairHolds:
         """Prefill seconds that a node has before a new request."""
         return self._fleet.board.node(node).free_at_s - self._clock.now()
 
-    def _view(self) -> View:
-        return self._fleet.board.view(self._clock.now(), {}, self._waiting_room.work)
+    def _view(self, home: ClusterId) -> View:
+        return self._fleet.board.view(self._clock.now(), {}, self._waiting_room.work, home)

@@ -22,4 +22,22 @@ class PlacementRequest:
     booking: Booking | None = None
     placed: asyncio.Event = field(default_factory=asyncio.Event)
     tenant: str = ""
+    home: ClusterId = ClusterId("")  # the PD cluster at which the request has arrived
     waits_for: ClusterId | None = None  # the cluster in whose queue the request is or was last
+
+    @property
+    def queue(self) -> str:
+        """The queue in which the request waits for a cluster. Homes and tenants have queues of
+        their own, so that none of them waits behind the requests of another."""
+        return f"{self.home}{_SEPARATOR}{self.tenant}"
+
+
+_SEPARATOR = "\x1f"  # in no name
+
+
+def tenant_of(queue: str) -> str:
+    return queue.partition(_SEPARATOR)[2]
+
+
+def home_of(queue: str) -> ClusterId:
+    return ClusterId(queue.partition(_SEPARATOR)[0])

@@ -37,6 +37,7 @@ class GatewayRequest:
     multimodal: bool = False
     n: int = 1  # choices, which share one prefill
     tenant: str = ""  # whose request it is; tenants share the nodes fairly
+    cluster: str = ""  # the PD cluster at which it arrives, as the client names it
 
 
 @dataclass(slots=True)
@@ -44,6 +45,7 @@ class RequestTrace:
     """The course of one request, filled in as it happens, then logged and counted once."""
 
     arrived_s: float
+    home: str = ""  # the PD cluster at which the request has arrived
     cluster: str = ""  # of the prefill node
     prefill: str = ""
     decode: str = ""

@@ -8,7 +8,7 @@ other parts.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 
 from prfaas.cache.hashing import PromptHashes
@@ -21,10 +21,13 @@ from prfaas.gateway.decision_log import DecisionLog
 from prfaas.gateway.fair_holds import FairHolds
 from prfaas.gateway.fleet.booking import Booking
 from prfaas.gateway.fleet.fleet import Fleet
-from prfaas.gateway.placement import PlacementRequest
+from prfaas.gateway.homes.fair_access import FairAccess
+from prfaas.gateway.homes.home_turns import HomeTurns
+from prfaas.gateway.placement import PlacementRequest, tenant_of
 from prfaas.gateway.short_term_log import ShortTermLog
 from prfaas.gateway.tenants import Tenants
-from prfaas.scheduler.explain import Explanation, explain, explain_in_sets
+from prfaas.scheduler.explain import Explanation, explain
+from prfaas.scheduler.homes.elsewhere import HomeContext, route_from
 from prfaas.scheduler.plan import Plan
 from prfaas.scheduler.request import Request, is_offloadable, local_only_reason
 from prfaas.scheduler.sets import (
@@ -34,9 +37,9 @@ from prfaas.scheduler.sets import (
     route_in_sets,
     serve_alone,
 )
-from prfaas.scheduler.short_term import adjust, has_room, route
+from prfaas.scheduler.short_term import adjust, has_room_at, route
 from prfaas.scheduler.state import ShortTermState
-from prfaas.scheduler.view import View, exclude_nodes
+from prfaas.scheduler.view import LinkId, View, exclude_nodes
 from prfaas.scheduler.waiting import Hold, WaitingRoom
 from prfaas.types import ClusterId, NodeId
 
@@ -54,25 +57,36 @@ class Router:
         tenants: Tenants | None = None,
     ) -> None:
         self.tenants = tenants or Tenants(limits)
-        self.state = ShortTermState(rules)
+        self.rules = rules
+        self.states = {home: ShortTermState(rules) for home in fleet.homes}  # by PD cluster
         self.short_term_log = ShortTermLog()
-        self.waiting_room: WaitingRoom[PlacementRequest] = WaitingRoom(self.tenants.weight)
+        self.waiting_room: WaitingRoom[PlacementRequest] = WaitingRoom(self._weight)
         self._fair_holds = FairHolds(fleet, self.tenants, self.waiting_room, clock)
         self._fleet = fleet
         self._clock = clock
         self._decision_log = decision_log
         self._limits = limits
-        self._plan: Plan | None = None
+        self._plans: Mapping[ClusterId, Plan] = {}
+        self._shares: FairAccess | None = None
+        self._round_trips: Mapping[LinkId, float] = {}
         fleet.call_on_change(self.retry_waiting)
 
     @property
-    def plan(self) -> Plan | None:
-        """The plan in force; None until a node can decode."""
-        return self._plan
+    def plans(self) -> Mapping[ClusterId, Plan]:
+        """The plans in force, by PD cluster. A PD cluster has none until a node can decode."""
+        return self._plans
 
-    def follow(self, plan: Plan) -> None:
-        """Decisions from now on follow this plan."""
-        self._plan = plan
+    def follow(self, plans: Mapping[ClusterId, Plan]) -> None:
+        """Decisions from now on follow these plans. Other PD clusters keep theirs."""
+        self._plans = {**self._plans, **plans}
+        if self._shares is not None:
+            self._shares.follow(self._plans)
+
+    def serve_several(self, shares: FairAccess, round_trips: Mapping[LinkId, float]) -> None:
+        """There are several PD clusters. `shares` divides the PrfaaS clusters between them;
+        `round_trips` are those between PD clusters that may decode for one another."""
+        self._shares = shares
+        self._round_trips = round_trips
 
     async def place(self, placement: PlacementRequest, patience_s: float) -> Booking:
         """Books nodes for the request now, or as soon as there is room. Raises `RequestError`."""
@@ -85,7 +99,7 @@ class Router:
     async def _wait(self, placement: PlacementRequest, hold: Hold, patience_s: float) -> None:
         self.tenants.waiting.take(placement.tenant)
         placement.waits_for = hold.cluster
-        self.waiting_room.put(placement, hold, placement.tenant)
+        self.waiting_room.put(placement, hold, placement.queue)
         try:
             if hold.cluster is not None and self._has_room(hold.cluster):
                 # The request waits because others are before it: the free node is theirs now.
@@ -117,16 +131,19 @@ class Router:
     def try_dispatch(self, placement: PlacementRequest) -> Hold | None:
         """Routes the request and books its nodes. Returns the hold when the request has to wait;
         then nothing is booked."""
-        if self._plan is None:
+        home = placement.home
+        if home not in self._plans:
             return _UNPLANNED._replace(precedence=placement.request.arrived_s)
         now = self._clock.now()
         request, manager = placement.request, self._fleet.manager
         match = manager.match(placement.prompt)
-        view = self._view(self._fleet.prefixes.by_node(match), placement.tenant)
-        choice = self._choose(placement, view, self._plan)
+        cached = self._fleet.prefixes.by_node(match)
+        choice = self._choose(placement, cached)
         found = choice.taken
         if self._decision_log is not None:
-            self._decision_log.write(request, choice, self._plan, self.state)
+            decided = choice.view.local.cluster
+            plan, state = self._plans[decided], self.states[decided]
+            self._decision_log.write(request, choice, plan, state)
         if isinstance(found, Hold):
             return found
         stays = local_only_reason(request)
@@ -134,7 +151,7 @@ class Router:
             # Nothing to hand off, or nothing that may be: the decode node prefills, too.
             found = found._replace(
                 reason=stays or found.reason,
-                cluster=self._fleet.local,
+                cluster=found.decode_cluster,
                 prefill=found.decode,
                 offloaded=False,
                 transfer_tokens=0,
@@ -142,13 +159,18 @@ class Router:
                 copies=(),
             )
         one_node = choice.alone or found.is_remainder
-        hold = self._fair_holds.find(placement, found, self.state, alone=one_node)
+        state = self.states[found.decode_cluster]
+        hold = self._fair_holds.find(placement, found, state, alone=one_node)
+        if hold is None and self._shares is not None and found.offloaded:
+            hold = self._shares.find_hold(placement, found, now)
         if hold is not None:
             return hold
         manager.observe(placement.prompt, match, now)
         on_prefill_end = partial(self._on_prefill_end, found.prefill)
         placement.booking = self._fleet.book(found, request.prompt_tokens, on_prefill_end)
-        self.waiting_room.record_dispatch(found.cluster, found.prefill_s, placement.tenant)
+        self.waiting_room.record_dispatch(found.cluster, found.prefill_s, placement.queue)
+        if self._shares is not None and found.offloaded:
+            self._shares.record(placement, found, now)
         return None
 
     def close(self, booking: Booking) -> None:
@@ -157,19 +179,62 @@ class Router:
         if self.tenants.several:
             self._retry_if_waiting()
 
-    def _choose(self, placement: PlacementRequest, view: View, plan: Plan) -> Choice:
-        """The decision of the scheduler, or of each set where the nodes in use have several KV
+    def choose_home(self, prompt: PromptHashes, turns: HomeTurns) -> ClusterId:
+        """The home of a request that names none."""
+        cached: dict[ClusterId, int] = {}
+        for node, held in self._fleet.prefixes.by_node(self._fleet.manager.match(prompt)).items():
+            member = self._fleet.members.named(node)
+            if member is not None:
+                cached[member.cluster] = max(cached.get(member.cluster, 0), held.tokens)
+        serving = [h for h in self._plans if self._fleet.has_free_decode_node(h, ())]
+        return turns.choose(cached, serving)
+
+    def _choose(self, placement: PlacementRequest, cached: Mapping[NodeId, NodeMatch]) -> Choice:
+        """The decision of the scheduler for the request's home, or for another PD cluster where the
+        home cannot serve it."""
+
+        def decide(request: Request, view: View, plan: Plan, state: ShortTermState) -> Choice:
+            return self._decide(request, view, plan, state, placement.avoid)
+
+        home = self._context(placement.home, cached, placement.queue)
+        if len(self._fleet.homes) == 1:
+            return decide(placement.request, home.view, home.plan, home.state)
+
+        def others() -> Iterator[HomeContext]:
+            for other in self._plans:
+                round_trip_s = self._round_trips.get((placement.home, other))
+                if round_trip_s is not None and other != placement.home:
+                    context = self._context(other, cached, placement.queue)
+                    yield context._replace(round_trip_s=round_trip_s)
+
+        return route_from(placement.request, home, others, decide)
+
+    def _context(
+        self, home: ClusterId, cached: Mapping[NodeId, NodeMatch], queue: str | None
+    ) -> HomeContext:
+        return HomeContext(self._view(home, cached, queue), self._plans[home], self.states[home])
+
+    def _decide(
+        self,
+        request: Request,
+        view: View,
+        plan: Plan,
+        state: ShortTermState,
+        avoid: Collection[NodeId],
+    ) -> Choice:
+        """The decision for one PD cluster, or of each set where the nodes in use have several KV
         formats."""
-        request, avoid = placement.request, placement.avoid
-        decide = self._choose_in_sets if len(self._fleet.sets) > 1 else self._choose_in_all
-        choice = decide(request, exclude_nodes(view, avoid), plan)
+        decide = self._decide_in_sets if len(self._fleet.sets) > 1 else self._decide_in_all
+        choice = decide(request, exclude_nodes(view, avoid), plan, state)
         if isinstance(choice.taken, Hold) and choice.taken.cluster is None and avoid:
             # Avoiding a node is a preference: nodes that do not answer are not usable anyway.
-            choice = decide(request, view, plan)
+            choice = decide(request, view, plan, state)
         return choice
 
-    def _choose_in_all(self, request: Request, view: View, plan: Plan) -> Choice:
-        found = route(request, view, plan, self.state)
+    def _decide_in_all(
+        self, request: Request, view: View, plan: Plan, state: ShortTermState
+    ) -> Choice:
+        found = route(request, view, plan, state)
         if (
             isinstance(found, Hold)
             and found.cluster is None
@@ -177,57 +242,76 @@ class Router:
         ):
             # The restart of the only prefill or the only decode node is no reason to wait for it.
             # Neither is a PD cluster without a prefill node, for what no other one may prefill.
-            alone = serve_alone(request, view, self.state)
+            alone = serve_alone(request, view, state)
             if alone is not None:
                 return Choice(alone, view, True)
         return Choice(found, view, False)
 
-    def _choose_in_sets(self, request: Request, view: View, plan: Plan) -> Choice:
-        return route_in_sets(request, self._by_set(view), plan, self.state)
+    def _decide_in_sets(
+        self, request: Request, view: View, plan: Plan, state: ShortTermState
+    ) -> Choice:
+        return route_in_sets(request, self._by_set(view), plan, state)
 
     def _by_set(self, view: View) -> list[View]:
         sets = self._fleet.sets
         return [view] if len(sets) < 2 else [only_nodes(view, nodes) for nodes in sets]
 
     def _has_room(self, cluster: ClusterId) -> bool:
-        """Whether the requests held for a cluster are worth a retry. The view is a new one for each
-        check: every placed request has changed the queues."""
-        view = self._view({})
-        if has_room(cluster, view, self.state):
-            return not self.tenants.several or self._fair_holds.can_decode(self.state)
-        if cluster != self._fleet.local or not (len(self._fleet.sets) > 1 or self._is_restarting()):
+        """Whether the requests held for a cluster are worth a retry: every placed request has
+        changed the queues."""
+        now_s = self._clock.now()
+        if has_room_at(self._fleet.board.cluster(cluster), now_s, self.rules):
+            if not self.tenants.several:
+                return True
+            homes = [cluster] if cluster in self.states else self._fleet.homes
+            return any(self._fair_holds.can_decode(self.states[home], home) for home in homes)
+        if cluster not in self.states:
             return False
-        return any(has_room_alone(part, self.state) for part in self._by_set(view))
+        if not (len(self._fleet.sets) > 1 or self._is_restarting()):
+            return False
+        view = self._view(cluster, {})
+        return any(has_room_alone(part, self.states[cluster]) for part in self._by_set(view))
 
     def _is_restarting(self) -> bool:
         return self._fleet.members.is_restarting(self._clock.now())
 
-    def explain(self, request: Request, prompt: PromptHashes) -> Explanation | None:
-        """Where the request would go now. None while there is no plan. Books nothing."""
-        if self._plan is None:
+    def explain(
+        self, request: Request, prompt: PromptHashes, home: ClusterId
+    ) -> Explanation | None:
+        """Where the request would go now. None while its home has no plan. Books nothing."""
+        if home not in self._plans:
             return None
         match = self._fleet.manager.match(prompt)
-        view = self._view(self._fleet.prefixes.by_node(match))
-        if len(self._fleet.sets) < 2:
-            return explain(request, view, self._plan, self.state)
-        return explain_in_sets(request, self._by_set(view), self._plan, self.state)
+        placement = PlacementRequest(request, prompt, home=home)
+        choice = self._choose(placement, self._fleet.prefixes.by_node(match))
+        decided = choice.view.local.cluster
+        view = self._view(decided, self._fleet.prefixes.by_node(match))
+        plan, state = self._plans[decided], self.states[decided]
+        return explain(choice, self._by_set(view), request, plan, state)
 
     def adjust(self) -> None:
         """One step of the short-term loop: adjusts to the fleet's latest reports."""
-        self.state = adjust(self.state, self._view({}), self._clock.now())
-        self.short_term_log.record(self.state)
+        now_s = self._clock.now()
+        for home, state in self.states.items():
+            self.states[home] = adjust(state, self._view(home, {}), now_s)
+        self.short_term_log.record(self.states)
         self._retry_if_waiting()
 
     def _retry_if_waiting(self) -> None:
         if self.waiting_room:
             self.retry_waiting()
 
-    def _view(self, cached: Mapping[NodeId, NodeMatch], tenant: str | None = None) -> View:
-        """`tenant`: the waiting work is what this tenant has before it."""
+    def _view(
+        self, home: ClusterId, cached: Mapping[NodeId, NodeMatch], queue: str | None = None
+    ) -> View:
+        """`queue`: the waiting work is what is before the requests of this queue."""
         room = self.waiting_room
-        fair = tenant is not None and self.tenants.several
-        held = room.work_before(tenant) if fair and tenant is not None else room.work
-        return self._fleet.board.view(self._clock.now(), cached, held)
+        fair = queue is not None and (self.tenants.several or len(self._fleet.homes) > 1)
+        held = room.work_before(queue) if fair and queue is not None else room.work
+        return self._fleet.board.view(self._clock.now(), cached, held, home)
+
+    def _weight(self, queue: str) -> float:
+        return self.tenants.weight(tenant_of(queue))
 
     def _on_prefill_end(self, node: NodeId) -> None:
         if self.tenants.several and node in self._fleet.board:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from prfaas.scheduler.congestion import LinkVerdict
 from prfaas.scheduler.state import LinkState, ShortTermState
 from prfaas.scheduler.view import LinkId
+from prfaas.types import ClusterId
 
 log = logging.getLogger(__name__)
 
@@ -26,14 +27,20 @@ _NOTABLE_RATIO = 1.5
 
 class ShortTermLog:
     def __init__(self) -> None:
-        self._state: ShortTermState | None = None
+        self._states: Mapping[ClusterId, ShortTermState] = {}
         self._logged_bps: dict[LinkId, float | None] = {}
         self._changes: Counter[tuple[LinkId, str, str]] = Counter()  # link, verdict, cause
         self._factor_changes = 0
 
-    def record(self, state: ShortTermState) -> None:
-        """Logs and counts what has changed in the state since the last call."""
-        before, self._state = self._state, state
+    def record(self, states: Mapping[ClusterId, ShortTermState]) -> None:
+        """Logs and counts what has changed in the states of the PD clusters since the last call."""
+        known, self._states = self._states, dict(states)
+        for home, state in states.items():
+            self._record(home, known.get(home), state)
+
+    def _record(
+        self, home: ClusterId, before: ShortTermState | None, state: ShortTermState
+    ) -> None:
         for link_id, link in state.links.items():
             known = LinkState() if before is None else before.links.get(link_id) or LinkState()
             self._record_verdict(link_id, known, link)
@@ -41,7 +48,8 @@ class ShortTermLog:
         if before is not None and before.threshold_factor != state.threshold_factor:
             self._factor_changes += 1
             log.info(
-                "the threshold factor changed to %g from %g: %s",
+                "%s: the threshold factor changed to %g from %g: %s",
+                home,
                 state.threshold_factor,
                 before.threshold_factor,
                 state.cause,
@@ -77,7 +85,7 @@ class ShortTermLog:
         self._logged_bps[link_id] = link.bps
 
     def metrics(self) -> Iterator[Metric]:
-        if self._state is None:
+        if not self._states:
             return
         verdict = GaugeMetricFamily(
             "prfaas_gateway_link_verdict",
@@ -94,20 +102,24 @@ class ShortTermLog:
             "Changes of the verdict on a link.",
             labels=["source", "target", "verdict", "cause"],
         )
-        for link_id, link in self._state.links.items():
-            verdict.add_metric(link_id, link.health.verdict.value)
-            if link.bps is not None:
-                rate.add_metric(link_id, link.bps)
+        for state in self._states.values():
+            for link_id, link in state.links.items():
+                verdict.add_metric(link_id, link.health.verdict.value)
+                if link.bps is not None:
+                    rate.add_metric(link_id, link.bps)
         for (link_id, name, cause), number in self._changes.items():
             changes.add_metric([*link_id, name, cause], number)
         yield verdict
         yield rate
         yield changes
-        yield GaugeMetricFamily(
+        factor = GaugeMetricFamily(
             "prfaas_gateway_threshold_factor",
             "Factor on the plan's offloading threshold.",
-            value=self._state.threshold_factor,
+            labels=["cluster"],
         )
+        for home, state in self._states.items():
+            factor.add_metric([home], state.threshold_factor)
+        yield factor
         yield CounterMetricFamily(
             "prfaas_gateway_threshold_factor_changes",
             "Changes of the threshold factor.",

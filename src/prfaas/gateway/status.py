@@ -19,9 +19,10 @@ from prfaas.gateway.planning.prefix_copies import PrefixCopies
 from prfaas.gateway.router import Router
 from prfaas.gateway.tenants import Tenants
 from prfaas.scheduler.explain import Explanation
+from prfaas.scheduler.long_term.traffic import TrafficHistory
 from prfaas.scheduler.plan import Plan
 from prfaas.scheduler.state import LinkState
-from prfaas.scheduler.view import LinkId, LinkView
+from prfaas.scheduler.view import LinkId, LinkView, View
 from prfaas.scheduler.waiting import Hold
 from prfaas.types import ClusterId, NodeId
 
@@ -39,6 +40,7 @@ class GatewayStatus:
         budget: RetryBudget,
         copies: PrefixCopies,
         clock: Clock,
+        traffic: Mapping[ClusterId, TrafficHistory],
     ) -> None:
         self._fleet = fleet
         self._router = router
@@ -46,25 +48,29 @@ class GatewayStatus:
         self._budget = budget
         self._copies = copies
         self._clock = clock
+        self._traffic = traffic
         self._started_s = clock.now()
 
     def state(self, in_flight: int) -> dict[str, Any]:
         router, now_s = self._router, self._clock.now()
-        view = self._fleet.board.view(now_s, {}, router.waiting_room.work)
         clusters = self._clusters()
         waiting = {c: router.waiting_room.count(c) for c in clusters}
         return {
-            "policy": router.state.rules.policy,
+            "policy": router.rules.policy,
             "up_s": round(now_s - self._started_s, 3),
             "model": self._fleet.members.formats.model,
             "sets": [self._set(nodes) for nodes in self._fleet.sets],
             "clusters": [self._cluster(cluster, now_s) for cluster in clusters],
             "links": [
-                _link(link_id, link, router.state.links) for link_id, link in view.links.items()
+                _link(link_id, link, router.states[home].links)
+                for home in self._fleet.homes
+                for link_id, link in self._view(home).links.items()
             ],
-            "plan": plan_json(router.plan, now_s),
+            "plan": self.plan(),
             **self._long_term(now_s),
-            "threshold_factor": router.state.threshold_factor,
+            "threshold_factor": self._of_homes(
+                {home: state.threshold_factor for home, state in router.states.items()}
+            ),
             "requests": {
                 "in_flight": in_flight,
                 "waiting": len(router.waiting_room),
@@ -81,22 +87,34 @@ class GatewayStatus:
 
     def unready_reason(self) -> str:
         """Why no request can be served now; empty when one can be."""
-        if self._router.plan is None:
+        if not self._router.plans:
             return UNPLANNED
-        view = self._fleet.board.view(self._clock.now(), {}, {})
-        nodes = [node for node in view.local.nodes if node.usable]
+        homes = [self._fleet.board.cluster(home) for home in self._fleet.homes]
+        nodes = [node for home in homes for node in home.nodes if node.usable]
         # While nodes restart, or have other KV formats, one that prefills decodes as well.
-        alone = self._fleet.members.is_restarting(view.now_s) or len(self._fleet.sets) > 1
+        alone = self._fleet.members.is_restarting(self._clock.now()) or len(self._fleet.sets) > 1
         if any(node.role == "decode" or alone for node in nodes):
             return ""
         return "no node that decodes is in use"
 
     def plan(self) -> dict[str, Any]:
-        return plan_json(self._router.plan, self._clock.now())
+        """The plan in force; with several PD clusters, that of each of them under `homes`."""
+        now_s, plans = self._clock.now(), self._router.plans
+        found = {home: plan_json(plans.get(home), now_s) for home in self._fleet.homes}
+        if len(found) == 1:
+            return found[self._fleet.homes[0]]
+        return {"made": bool(plans), "homes": found}
+
+    def _view(self, home: ClusterId) -> View:
+        return self._fleet.board.view(self._clock.now(), {}, {}, home)
+
+    def _of_homes(self, values: Mapping[ClusterId, Any]) -> Any:
+        """The value of the only PD cluster, or the values of all of them by name."""
+        return values if len(self._fleet.homes) > 1 else values.get(self._fleet.homes[0])
 
     def metrics(self) -> Iterator[Metric]:
         yield from self._copies.metrics()
-        yield from self._loop.history.metrics(self._router.plan)
+        yield from self._loop.history.metrics(self._router.plans)
         pace = GaugeMetricFamily(
             "prfaas_gateway_prefill_pace",
             "Observed prefill time divided by the profile's.",
@@ -122,21 +140,25 @@ class GatewayStatus:
         yield silences
 
     def _clusters(self) -> list[ClusterId]:
-        return [self._fleet.local, *self._fleet.remotes]
+        return [*self._fleet.homes, *self._fleet.remotes]
 
     def _long_term(self, now_s: float) -> dict[str, Any]:
         """What the long-term loop has observed, and what it did."""
         history = self._loop.history
-        seen = self._loop.traffic.summarise(now_s)
+        seen = {home: kept.summarise(now_s) for home, kept in self._traffic.items()}
+        traffic = {h: None if found is None else found._asdict() for h, found in seen.items()}
+        advice = {home: plan_json(plan, now_s) for home, plan in history.advice.items()}
         return {
             "advises": history.advises,
-            "advice": None if history.advice is None else plan_json(history.advice, now_s),
-            "plans": [plan_json(plan, now_s) for plan in history.plans],
+            "advice": self._of_homes(advice) or None,
+            "plans": [
+                {"cluster": made.home, **plan_json(made.plan, now_s)} for made in history.plans
+            ],
             "conversions": [
                 {"age_s": round(now_s - done.at_s, 3), "node": done.node, "role": done.role}
                 for done in history.conversions
             ],
-            "traffic": None if seen is None else seen._asdict(),
+            "traffic": self._of_homes(traffic),
         }
 
     def _moves(self) -> dict[str, Any]:
@@ -159,6 +181,8 @@ class GatewayStatus:
     def _cluster(self, cluster: ClusterId, now_s: float) -> dict[str, Any]:
         return {
             "cluster": cluster,
+            "kind": "pd" if cluster in self._fleet.homes else "prfaas",
+            "drained": cluster in self._fleet.drained,
             "prefill_pace": self._fleet.pace.factors.get(cluster, 1.0),
             "nodes": [self._node(m, now_s) for m in self._fleet.members if m.cluster == cluster],
         }
@@ -225,14 +249,16 @@ class GatewayStatus:
             return problem
         if not member.is_alive(now_s):
             return f"its engine does not answer: {member.problems.get('engine', 'it is silent')}"
+        if member.cluster in fleet.drained:
+            return f"the cluster {member.cluster} is drained"
         if fleet.roles.is_draining(node):
             return "it finishes its requests before it changes its role"
         return "it has no role yet"
 
     def _next_role(self, node: NodeId) -> str | None:
         """The node's role in the plan, where it differs from its role now."""
-        plan = self._router.plan
-        wanted = None if plan is None else plan.roles.get(node)
+        plans = self._router.plans.values()
+        wanted = next((plan.roles[node] for plan in plans if node in plan.roles), None)
         return None if wanted == self._fleet.roles.of(node) else wanted
 
 

@@ -9,7 +9,9 @@ POST /v1/pull               copies a prefix from another kvd to this one
 POST /v1/push               sends a prefix to another kvd; the source's part of a pull
 GET  /v1/stats              the report; ?check=1 also verifies the pool's invariants
 GET  /v1/events             ?node=&since=&wait_s=: cache events, or a snapshot when since=-1
-GET  /v1/role, POST         reads or sets the role; 409 when the epoch is not the current one
+GET  /v1/role, POST         reads or sets the role; 409 when the epoch is not the current one, or
+                            when the planning lease was granted to a later gateway
+POST /v1/planning           claims, renews or gives up the planning lease
 POST /v1/prove              proves that this kvd has the member key, without revealing it
 GET  /metrics               for Prometheus; the operator key opens it, too
 GET  /health                200 while the process runs, as /live
@@ -29,8 +31,10 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from prfaas.clock import Clock, MonotonicClock
 from prfaas.contracts.kvd_api import (
     AbortTransfer,
+    ClaimPlanning,
     KvdErrorBody,
     MatchPrefix,
     OpenTransfer,
@@ -57,6 +61,7 @@ from prfaas.kvd.http_messages import (
     wait_s,
 )
 from prfaas.kvd.openapi import OPEN_PATHS, openapi
+from prfaas.kvd.planning_lease import decide, first_promise
 from prfaas.kvd.report import Reporter
 from prfaas.kvd.role import compare_and_set
 from prfaas.kvd.store import Store
@@ -74,6 +79,7 @@ _REASON_CHARS = 1_000  # of an abort: statuses and log lines repeat it
 
 
 class HttpApi:
+    # limits: the parts of the kvd that its API serves, and the clock
     def __init__(
         self,
         store: Store,
@@ -83,6 +89,7 @@ class HttpApi:
         http: HttpClient,
         peers: PeerRules,
         stopping: Stopping,
+        clock: Clock | None = None,
     ) -> None:
         self.url = ""  # set when the server listens
         self._store = store
@@ -92,6 +99,8 @@ class HttpApi:
         self._http = http
         self._peers = peers
         self._stopping = stopping
+        self._clock = clock or MonotonicClock()
+        self._promise = first_promise(self._clock.now())
         self._bodies = RequestBodies()
         self._key: SharedKey | None = None
         self._document = b""
@@ -119,6 +128,7 @@ class HttpApi:
                 web.get("/v1/events", self._events_page),
                 web.get("/v1/role", self._role),
                 web.post("/v1/role", self._set_role),
+                web.post("/v1/planning", self._claim_planning),
                 web.post("/v1/prove", self._prove),
                 web.get("/health", self._health),
                 web.get("/metrics", self._metrics),
@@ -200,11 +210,16 @@ class HttpApi:
 
     async def _set_role(self, request: web.Request) -> web.Response:
         body = await self._bodies.read(request, SetRole)
-        role = compare_and_set(self._reporter.role, body)
+        role = compare_and_set(self._reporter.role, body, self._promise.epoch)
         if role is None:
             return json_response(self._reporter.role, status=409)
         self._reporter.role = role
         return json_response(role)
+
+    async def _claim_planning(self, request: web.Request) -> web.Response:
+        body = await self._bodies.read(request, ClaimPlanning)
+        self._promise, lease = decide(self._promise, body, self._clock.now())
+        return json_response(lease)
 
     async def _prove(self, request: web.Request) -> web.Response:
         if self._key is None:

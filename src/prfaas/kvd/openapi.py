@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from prfaas.contracts.kvd_api import (
     AbortTransfer,
+    ClaimPlanning,
     EventPage,
     KvdErrorBody,
     KvdReport,
     MatchPrefix,
     OpenTransfer,
+    PlanningLease,
     PrefixMatch,
     PrefixPulled,
     ProofOfMembership,
@@ -44,8 +46,8 @@ def openapi(*, with_keys: bool) -> bytes:
     """`with_keys`: the kvd has a member key."""
     kinds = (OpenTransfer, Grant, NotNow, TransferStatus, AbortTransfer, MatchPrefix, PrefixMatch)
     more = (PullPrefix, PrefixPulled, PushPrefix, PushStarted, KvdReport, EventPage, Role, SetRole)
-    proofs = (ProveMembership, ProofOfMembership)
-    document = ApiDocument("prfaas kvd", (*kinds, *more, *proofs), KvdErrorBody, _REASONS)
+    others = (ProveMembership, ProofOfMembership, ClaimPlanning, PlanningLease)
+    document = ApiDocument("prfaas kvd", (*kinds, *more, *others), KvdErrorBody, _REASONS)
     ref, add = document.ref, document.add
     keyed = (401,) if with_keys else ()
     reading = (*keyed, *_READING)
@@ -120,12 +122,14 @@ def openapi(*, with_keys: bool) -> bytes:
     add(
         "post",
         "/v1/role",
-        "Sets the role, when the epoch is the current one.",
+        "Sets the role, when the epoch is the current one and no later planner has the lease.",
         {JSON: ref(Role)},
         body=ref(SetRole),
         errors=reading,
         others={409: ref(Role)},
     )
+    planning = "Claims, renews or gives up the planning lease; tells which gateway has it."
+    post("/v1/planning", planning, ClaimPlanning, PlanningLease)
     add(
         "post",
         "/v1/prove",

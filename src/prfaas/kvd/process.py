@@ -163,7 +163,8 @@ async def run_kvd(
         http = await stack.enter_async_context(
             open_client(options.member_key, tls=tls.client if tls else None)
         )
-        api = HttpApi(store, incoming, outgoing, reporter, http, peers, stopping or Stopping())
+        stopping = stopping or Stopping()
+        api = HttpApi(store, incoming, outgoing, reporter, http, peers, stopping, clock)
         app = api.app(options.member_key, options.operator_key)
         served = await _serve_http(stack, app, options.http, tls.member_http() if tls else None)
         scheme = "https" if tls else "http"

@@ -116,6 +116,9 @@ class Board:
         view on."""
         self._homes.get(home).costs = costs
 
+    def has_link(self, link_id: LinkId) -> bool:
+        return self._homes.has_link(link_id)
+
     def cluster(self, name: ClusterId) -> ClusterView:
         return self._clusters[name]
 
@@ -125,6 +128,11 @@ class Board:
     def own_decodes(self, name: NodeId) -> int:
         """Requests of this router whose KV is in place and that have not ended."""
         return self._nodes[name].own_decodes
+
+    def own_active(self, name: NodeId) -> int:
+        """Requests of this router that the node decodes or will decode."""
+        node = self._nodes[name]
+        return node.view.active - node.other_decodes
 
     def decoding(self, name: NodeId) -> int:
         """Requests whose KV is in place and that have not ended, also those of other routers."""

@@ -13,8 +13,8 @@ from prfaas.scheduler.forecast import Forecast, forecast
 from prfaas.scheduler.options import Option, remainder_option
 from prfaas.scheduler.plan import Plan
 from prfaas.scheduler.request import CacheCopy, Request, Route
-from prfaas.scheduler.sets import route_in_sets
-from prfaas.scheduler.short_term import reachable_remotes, route
+from prfaas.scheduler.sets import Choice
+from prfaas.scheduler.short_term import reachable_remotes
 from prfaas.scheduler.state import ShortTermState
 from prfaas.scheduler.view import View
 from prfaas.scheduler.waiting import Hold
@@ -36,25 +36,11 @@ class Explanation(NamedTuple):
     alternatives: tuple[Alternative, ...]  # ordered by predicted time to first token
 
 
-def explain(request: Request, view: View, plan: Plan, state: ShortTermState) -> Explanation:
-    return _explanation(route(request, view, plan, state), [view], request, plan, state)
-
-
-def explain_in_sets(
-    request: Request, views: Sequence[View], plan: Plan, state: ShortTermState
+def explain(
+    choice: Choice, views: Sequence[View], request: Request, plan: Plan, state: ShortTermState
 ) -> Explanation:
-    """The same, where the nodes have several KV formats: the alternatives of every set."""
-    chosen = route_in_sets(request, views, plan, state).taken
-    return _explanation(chosen, views, request, plan, state)
-
-
-def _explanation(
-    chosen: Route | Hold,
-    views: Sequence[View],
-    request: Request,
-    plan: Plan,
-    state: ShortTermState,
-) -> Explanation:
+    """Explains a decision. `views`: one for each set of nodes with equal KV formats; the
+    alternatives are those of every set."""
     found = [
         Alternative(
             o.cluster,
@@ -69,7 +55,7 @@ def _explanation(
     ]
     found.sort(key=lambda alternative: alternative.forecast.ttft_s)
     return Explanation(
-        chosen=chosen,
+        chosen=choice.taken,
         threshold_tokens=plan.threshold_tokens * state.threshold_factor,
         alternatives=tuple(found),
     )

@@ -41,6 +41,9 @@ class Plan:
     made_s: float
     converted_s: Mapping[NodeId, float]  # time of each node's latest change of role
     reason: str
+    # The PD clusters that this plan was solved together with, itself included, in order of their
+    # names. Empty: alone, or unknown.
+    together: tuple[ClusterId, ...] = ()
 
     @property
     def n_prefill(self) -> int:
@@ -74,13 +77,7 @@ def plan_for_nodes(
     assert len(roles) == problem.local.pool.instances
     solver = Solver(problem)
     best = solver.best()
-    missing = best.n_prefill - sum(role == "prefill" for role in roles.values())
-    given: dict[NodeId, Role] = {}
-    for node, role in roles.items():
-        if role is None:
-            role = "prefill" if missing > 0 else "decode"
-            missing -= role == "prefill"
-        given[node] = role
+    given, missing = fill_roles(roles, best.n_prefill)
     if missing:  # more prefill nodes than the best split has, or too few new nodes
         best = solver.best(sum(role == "prefill" for role in given.values()))
     return Plan(
@@ -94,6 +91,22 @@ def plan_for_nodes(
         converted_s={},
         reason=reason,
     )
+
+
+def fill_roles(
+    roles: Mapping[NodeId, Role | None], n_prefill: int
+) -> tuple[dict[NodeId, Role], int]:
+    """Roles for the nodes that have none: those that a split with `n_prefill` prefill nodes lacks,
+    prefill first. Also returns how many prefill nodes are missing then; below 0: there are more
+    than the split has."""
+    missing = n_prefill - sum(role == "prefill" for role in roles.values())
+    given: dict[NodeId, Role] = {}
+    for node, role in roles.items():
+        if role is None:
+            role = "prefill" if missing > 0 else "decode"
+            missing -= role == "prefill"
+        given[node] = role
+    return given, missing
 
 
 def hardware_for(policy: str, problem: Problem) -> Problem:

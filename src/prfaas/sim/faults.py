@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from prfaas.errors import InputError
+from prfaas.scheduler.homes.plans import home_name
 from prfaas.scheduler.long_term.replan_homes import replan_homes
 from prfaas.scheduler.view import LinkId
 from prfaas.sim.attempt import Attempt
@@ -93,7 +94,8 @@ class _ScheduledChanges:
             names = {n for n, node in world.nodes.items() if node.alive and node.cluster == home}
             remotes = tuple(live[ClusterId(r.pool.cluster)] for r in plan.problem.remotes)
             windows[home] = world.traffic[home].window(now, remotes, names)
-        new = replan_homes(windows, world.homes.plans)
+        shares = {home_name(home): home.share for home in world.network.homes}
+        new = replan_homes(windows, world.homes.plans, shares)
         if not new:
             return
         world.homes.change_plans(new, now)

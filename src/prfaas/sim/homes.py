@@ -65,7 +65,7 @@ class SimHomes:
                 there = board.view(now_s, cached, held, other)
                 yield HomeContext(there, self.plans[other], self._states[other], round_trip_s)
 
-        return route_from(request, HomeContext(view, plan, state), others)
+        return route_from(request, HomeContext(view, plan, state), others).taken
 
     def has_room(self, cluster: ClusterId, board: Board, now_s: float) -> bool:
         return has_room_at(board.cluster(cluster), now_s, self._rules)

@@ -16,7 +16,7 @@ from prfaas.gateway.request import RequestTrace
 from prfaas.gateway.router import Router
 from prfaas.testing.clock import FakeClock
 from prfaas.types import NotNow
-from tests.gateway.fleets import LONG, A, B, C, F, fleet_and_router, member_of, placement
+from tests.gateway.fleets import LONG, PD, A, B, C, F, fleet_and_router, member_of, placement
 
 MAX_ATTEMPTS = DEFAULTS.max_attempts
 TIMEOUTS = DEFAULTS.timeouts
@@ -88,15 +88,15 @@ async def test_an_attempt_that_no_node_has_received_costs_no_retry() -> None:
 def test_a_full_decode_node_means_another_node_and_then_a_backoff() -> None:
     clock = FakeClock()
     subject, _, trace = attempts(clock)
-    subject.record_full(DecodeNodeFull(B, NotNow("full", 5.0)))
+    subject.record_full(DecodeNodeFull(B, PD, NotNow("full", 5.0)))
     assert (subject.avoid, trace.attempts) == ({B}, 0), "nothing was tried"
     trace.attempts = 1
-    subject.record_full(DecodeNodeFull(C, NotNow("full", 5.0)))
+    subject.record_full(DecodeNodeFull(C, PD, NotNow("full", 5.0)))
     assert subject.avoid == frozenset(), "after the backoff all nodes are tried again"
     clock.advance(TIMEOUTS.queue_s - 1)
-    subject.record_full(DecodeNodeFull(B, NotNow("full", 5.0)))
+    subject.record_full(DecodeNodeFull(B, PD, NotNow("full", 5.0)))
     with pytest.raises(RequestError, match="full") as refused:
-        subject.record_full(DecodeNodeFull(C, NotNow("full", 5.0)))
+        subject.record_full(DecodeNodeFull(C, PD, NotNow("full", 5.0)))
     assert (refused.value.status, refused.value.retry_after_s) == (503, 5.0)
 
 

@@ -20,14 +20,15 @@ from prfaas.gateway.dispatch.attempts import RetryBudget
 from prfaas.gateway.dispatch.background_calls import BackgroundCalls
 from prfaas.gateway.dispatch.dispatcher import Dispatcher
 from prfaas.gateway.dispatch.handoff import HandOffs
+from prfaas.gateway.homes.request_homes import RequestHomes
+from prfaas.gateway.homes.traffic import HomeTraffic
 from prfaas.gateway.planning.prefix_copies import PrefixCopies
 from prfaas.gateway.request import RequestTrace
 from prfaas.http_client.client import open_client
-from prfaas.scheduler.long_term.traffic import TrafficHistory
 from prfaas.testing.clock import FakeClock
 from prfaas.types import Grant, TransferId
 from tests.gateway.backends import gateway_request, prompt
-from tests.gateway.fleets import LONG, fleet_and_router, with_timeouts
+from tests.gateway.fleets import LONG, PD, fleet_and_router, with_timeouts
 from tests.gateway.peers import Peer, peer
 
 CHAT, COMPLETIONS = "POST /v1/chat/completions", "POST /v1/completions"
@@ -83,8 +84,9 @@ async def case(limits: GatewaySection = DEFAULTS) -> AsyncIterator[Case]:
             member.url, member.kvd_url = engine.url, kvd.url
         copies = PrefixCopies(fleet, http, background_calls, clock)
         hand_offs = HandOffs(fleet, http, background_calls, copies, clock)
-        budget, traffic = RetryBudget(max_attempts=2), TrafficHistory(0.0, 60.0)
-        dispatcher = Dispatcher(router, hand_offs, budget, traffic, clock)
+        budget, traffic = RetryBudget(max_attempts=2), HomeTraffic([PD], 0.0, 60.0)
+        homes = RequestHomes(router, {PD: 1.0}, None)
+        dispatcher = Dispatcher(router, hand_offs, budget, traffic, homes, clock)
         asked = gateway_request(prompt(LONG), stream=False)
         fields = {**asked.fields, "messages": [{"role": "user", "content": "why?"}]}
         request = replace(asked, path="/v1/chat/completions", fields=fields)

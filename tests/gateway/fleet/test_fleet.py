@@ -14,6 +14,7 @@ from prfaas.types import ClusterId, NodeId
 from tests.gateway.backends import FAR
 from tests.gateway.fleets import (
     LONG,
+    PD,
     SHORT,
     A,
     B,
@@ -124,9 +125,9 @@ async def test_a_queue_is_estimated_although_nodes_only_count_requests() -> None
 
 def test_whether_another_node_decodes() -> None:
     fleet, _ = fleet_and_router(FakeClock())
-    assert fleet.can_decode_elsewhere({B}) and not fleet.can_decode_elsewhere({B, C})
+    assert fleet.has_free_decode_node(PD, {B}) and not fleet.has_free_decode_node(PD, {B, C})
     fleet.drain(C)
-    assert not fleet.can_decode_elsewhere({B})
+    assert not fleet.has_free_decode_node(PD, {B})
 
 
 async def test_a_restarted_kvd_has_lost_its_work() -> None:

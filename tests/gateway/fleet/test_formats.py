@@ -424,6 +424,6 @@ def test_a_node_is_expected_back_for_a_while_after_it_has_left_on_purpose() -> N
     now = clock.now()
     assert not fleet.members.is_restarting(now)
     leave(fleet, A, clock)
-    assert fleet.members.expected_nodes(fleet.local, now) == [A]
+    assert fleet.members.expected_nodes(fleet.homes[0], now) == [A]
     assert fleet.members.is_restarting(now + 0.9 * TIMEOUTS.forget_s)
     assert not fleet.members.is_restarting(now + TIMEOUTS.forget_s)

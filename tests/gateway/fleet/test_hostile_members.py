@@ -22,6 +22,7 @@ from prfaas.gateway.fleet.member import Member
 from prfaas.gateway.fleet.polling import Poller
 from prfaas.gateway.planning.long_term_loop import LongTermLoop
 from prfaas.gateway.planning.replication import Replication
+from prfaas.gateway.planning.role_changes import RoleChanges
 from prfaas.gateway.router import Router
 from prfaas.types import HashEvent, LinkStats, NodeId
 from tests.gateway.backends import FAR, HOME, deployment, in_use, problem, until
@@ -389,7 +390,7 @@ PARTS: list[tuple[str, type, str]] = [
     ("liveness", Liveness, "changed_verdicts"),
     ("short_term", Poller, "drop_expired"),
     ("long_term", LongTermLoop, "_usable"),
-    ("long_term", LongTermLoop, "_apply_role"),
+    ("long_term", RoleChanges, "_apply_role"),
     ("replication", Replication, "_replicate"),
     ("replication", Replication, "_evacuate_leaving"),
 ]

@@ -13,7 +13,7 @@ from tests.gateway.reports import report
 async def test_a_cut_link_is_not_used_until_it_is_restored() -> None:
     clock = FakeClock()
     fleet, router = fleet_and_router(clock)
-    link = (fleet.remotes[0], fleet.local)
+    link = (fleet.remotes[0], fleet.homes[0])
     assert (FAR, HOME) == link
 
     def send_report(at_s: float, connections: int) -> None:
@@ -39,7 +39,7 @@ async def test_a_member_that_does_not_serve_the_model_does_not_judge_links(
     """Otherwise one stolen member key would make a gateway give up a link that works."""
     clock = FakeClock()
     fleet, router = fleet_and_router(clock)
-    link = (fleet.remotes[0], fleet.local)
+    link = (fleet.remotes[0], fleet.homes[0])
     false = LinkStats("b:7400", 1.0, 0, 0.0, 1 << 40, 0, waited_s=1000.0)
     found = report("stranger", links=(false,))
     assert found.pool is not None

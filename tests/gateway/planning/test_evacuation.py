@@ -12,6 +12,7 @@ from prfaas.gateway.backend import GatewayBackend
 from prfaas.types import NodeId
 from tests.gateway.backends import in_use, is_clean, moved, prompt, serving, until, with_role
 from tests.gateway.conftest import Hosts
+from tests.gateway.fleets import PD
 from tests.gateway.hot import SHARED_TOKENS, Crowd, deployment
 
 
@@ -38,10 +39,10 @@ async def test_before_a_node_changes_its_role(
         name = holder.stats()["node"]
         keeper = unassigned.named(other(backend, name))
         (decodes,) = with_role(backend, "decode")
-        plan = backend.router.plan
-        assert plan is not None and crowd.held_by(keeper) == 0
+        plan = backend.router.plans[PD]
+        assert crowd.held_by(keeper) == 0
         swapped = {**plan.roles, NodeId(name): "decode", NodeId(decodes): "prefill"}
-        backend.router.follow(replace(plan, roles=swapped))
+        backend.router.follow({PD: replace(plan, roles=swapped)})
         await until(lambda: name in with_role(backend, "decode"))
         assert moved(backend, "evacuate") == (1, 0)
         assert crowd.held_by(keeper) == SHARED_TOKENS

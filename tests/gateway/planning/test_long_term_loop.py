@@ -15,9 +15,12 @@ from prfaas.contracts.kvd_api import Heartbeat, KvdReport
 from prfaas.errors import ConnectionLost, RequestError
 from prfaas.gateway.backend import GatewayBackend
 from prfaas.gateway.dispatch.background_calls import BackgroundCalls
+from prfaas.gateway.homes.traffic import HomeTraffic
+from prfaas.gateway.planning.coordination import Alone
 from prfaas.gateway.planning.evacuation import Evacuations
 from prfaas.gateway.planning.long_term_loop import LongTermLoop
 from prfaas.gateway.planning.prefix_copies import PrefixCopies
+from prfaas.gateway.planning.role_changes import RoleChanges
 from prfaas.gateway.request import RequestTrace
 from prfaas.http_client.client import open_client
 from prfaas.testing.clock import FakeClock
@@ -38,7 +41,7 @@ from tests.gateway.backends import (
 )
 from tests.gateway.backends import deployment as plain_deployment
 from tests.gateway.conftest import Hosts
-from tests.gateway.fleets import FARS, HOMES, A, B, C, F, fleet_and_router, member_of
+from tests.gateway.fleets import FARS, HOMES, PD, A, B, C, F, fleet_and_router, member_of
 from tests.gateway.reports import IDLE, appear
 
 
@@ -81,10 +84,9 @@ async def test_a_node_that_changes_its_role_finishes_its_work_first(emulated: Ho
             events = upstream.events()
             await anext(events)
             busy = NodeId(trace.decode)
-            plan = backend.router.plan
-            assert plan is not None
+            plan = backend.router.plans[PD]
             swapped = {**plan.roles, busy: "prefill", NodeId(prefills): "decode"}
-            backend.router.follow(replace(plan, roles=swapped))
+            backend.router.follow({PD: replace(plan, roles=swapped)})
             await until(lambda: role_of(backend, prefills) == "decode")
             assert backend.fleet.roles.is_draining(busy) and role_of(backend, busy) == "decode"
             other = await answered(backend, gateway_request(prompt(70, 1)))
@@ -141,11 +143,14 @@ async def test_a_restart_is_no_reason_for_another_plan_until_the_node_is_forgott
         made = plain_deployment(HOMES, FARS)
         copies = PrefixCopies(fleet, http, background_calls, clock)
         evacuations = Evacuations(fleet, copies, background_calls, clock, made.scheduler.moves)
-        loop = LongTermLoop(fleet, router, evacuations, made, problem(made), http, clock)
+        traffic = HomeTraffic(fleet.homes, clock.now(), made.scheduler.replan.window_s)
+        coordination = Alone(traffic.histories, plans=True)
+        roles = RoleChanges(fleet, evacuations, http, coordination)
+        loop = LongTermLoop(fleet, router, roles, made, problem(made), clock, coordination)
 
         async def plans_after_step() -> list[str]:
             await loop._step()
-            return [plan.reason for plan in loop.history.plans]
+            return [made.plan.reason for made in loop.history.plans]
 
         assert await plans_after_step() == []
         for node in (A, F):

@@ -9,6 +9,7 @@ from prfaas.config.deployment import ReplanSection
 from prfaas.gateway.planning.plan_history import PlanHistory
 from prfaas.scheduler.plan import Plan, first_plan
 from prfaas.types import NodeId
+from tests.gateway.fleets import PD
 from tests.planner.builders import problem
 
 A, B = NodeId("a"), NodeId("b")
@@ -33,13 +34,13 @@ def test_plans_and_conversions_are_counted_and_logged_once(
 ) -> None:
     caplog.set_level(logging.INFO)
     history = PlanHistory(advises=False)
-    history.record_plan(plan())
+    history.record_plan(PD, plan())
     history.record_conversion(B, "prefill", 3.0)
     assert caplog.messages == [
-        "new plan: threshold 100 tokens, 1 prefill and 1 decode nodes (why)",
+        "new plan of pd: threshold 100 tokens, 1 prefill and 1 decode nodes (why)",
         "b: its role is prefill now",
     ]
-    found = samples(history, plan())
+    found = samples(history, {PD: plan()})
     assert found["prfaas_gateway_plans_total", ""] == 1
     assert found["prfaas_gateway_conversions_total", "prefill"] == 1
     assert found["prfaas_gateway_conversions_total", "decode"] == 0
@@ -51,15 +52,15 @@ def test_plans_and_conversions_are_counted_and_logged_once(
 def test_advice_is_logged_when_it_changes(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     history = PlanHistory(advises=True)
-    history.record_advice(None)
+    history.record_advice({})
     for threshold in (200, 200, 300):
-        history.record_advice(replace(plan(threshold), made_s=float(len(caplog.messages))))
-    assert samples(history, None)["prfaas_gateway_advice_threshold_tokens", ""] == 300
-    history.record_advice(None)
+        history.record_advice({PD: replace(plan(threshold), made_s=float(len(caplog.messages)))})
+    assert samples(history, {})["prfaas_gateway_advice_threshold_tokens", ""] == 300
+    history.record_advice({})
     assert [message.split(",")[0] for message in caplog.messages] == [
-        "advice",
-        "advice",
-        "advice withdrawn: the plan in force is good",
+        "advice for pd",
+        "advice for pd",
+        "advice withdrawn: the plan in force of pd is good",
     ]
     assert "300 tokens" in caplog.messages[1]
-    assert not any("advice" in name for name, _ in samples(history, plan()))
+    assert not any("advice" in name for name, _ in samples(history, {PD: plan()}))

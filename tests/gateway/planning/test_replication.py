@@ -25,7 +25,7 @@ from prfaas.testing.clock import FakeClock
 from prfaas.types import HashEvent, LinkStats, NodeId
 from tests.gateway.backends import is_clean, moved, prompt, serving, until, with_role
 from tests.gateway.conftest import Hosts
-from tests.gateway.fleets import A, B, C, fleet_and_router, member_of
+from tests.gateway.fleets import PD, A, B, C, fleet_and_router, member_of
 from tests.gateway.hot import SHARED_TOKENS, Crowd, deployment
 from tests.gateway.peers import peer
 from tests.gateway.reports import IDLE, NATIVE_BLOCK, add_native, native_compat, report
@@ -94,7 +94,9 @@ async def busy_fleet(clock: FakeClock, kvd_url: str) -> Fleet:
     for hashed in PROMPTS:
         for _ in range(5):
             fleet.manager.observe(hashed, fleet.manager.match(hashed), clock.now())
-    wanted = PlacementRequest(Request(0, 50_000, clock.now()), PromptHashes(prompt(50_000)), (B,))
+    wanted = PlacementRequest(
+        Request(0, 50_000, clock.now()), PromptHashes(prompt(50_000)), (B,), home=PD
+    )
     assert (await router.place(wanted, 1.0)).route.prefill == A
     return fleet
 
@@ -173,7 +175,7 @@ async def test_a_prefix_of_a_second_pool_goes_to_the_second_pool_of_another_node
         fleet.manager.observe(PROMPTS[0], fleet.manager.match(PROMPTS[0]), clock.now())
     if why == "replicate":
         long = PromptHashes(prompt(50_000))
-        wanted = PlacementRequest(Request(0, 50_000, clock.now()), long, (B,))
+        wanted = PlacementRequest(Request(0, 50_000, clock.now()), long, (B,), home=PD)
         assert (await router.place(wanted, 1.0)).route.prefill == A
     else:
         fleet.record_load(member_of(fleet, A), IDLE, leaving=True, asked_s=clock.now(), own=0)

@@ -20,6 +20,7 @@ import msgspec
 from prfaas.cache.hashing import block_hashes
 from prfaas.contracts.kvd_api import (
     AbortTransfer,
+    ClaimPlanning,
     MatchPrefix,
     OpenTransfer,
     PullPrefix,
@@ -290,6 +291,9 @@ class Sessions:
                 return Request("GET", "/v1/events", {"node": node, "since": since, "wait_s": "0"})
             case 15:
                 return Request("POST", "/v1/role", {}, Role("prefill", rng.randrange(3)))
+        if rng.random() < 0.5:
+            claim = ClaimPlanning(rng.choice("ab"), rng.randrange(4), rng.choice((0.0, 1.0, 60.0)))
+            return Request("POST", "/v1/planning", {}, claim)
         return Request("GET", "/v1/role", {})
 
     def open(self, prompt: Sequence[int], compat: Compat | None = None) -> Request:

@@ -290,7 +290,7 @@ async def new_world(memory_bytes: int, ssd: Path | None, peer_url: str) -> Async
         engines = EngineSocketServer(store, incoming, outgoing, pins, address)
         reporter = Reporter(store, incoming, outgoing, engines, links, listener, lateness)
         kvds = await stack.enter_async_context(open_client())
-        api = HttpApi(store, incoming, outgoing, reporter, kvds, peers, Stopping())
+        api = HttpApi(store, incoming, outgoing, reporter, kvds, peers, Stopping(), clock)
         runner = web.AppRunner(api.app(), access_log=None)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)

@@ -32,7 +32,7 @@ def take(seen: Board, policy: str, *, allowed: bool = True, linked: bool = True)
     def others() -> Iterable[HomeContext]:
         return [routed(seen, WEST, rules)] if linked else []
 
-    return route_from(REQUEST, routed(seen, EAST, rules), others)
+    return route_from(REQUEST, routed(seen, EAST, rules), others).taken
 
 
 def lose(seen: Board, role: str) -> None:
@@ -110,9 +110,9 @@ def test_idle_prefill_nodes_do_not_draw_it_where_decode_slots_are_taken() -> Non
         free.record_end(busy, 0.0)
     idle, roomy = routed(full, WEST, rules), routed(free, WEST, rules)
     home = routed(lost, EAST, rules)
-    assert isinstance(route_from(REQUEST, home, lambda: [idle]), Route)
+    assert isinstance(route_from(REQUEST, home, lambda: [idle]).taken, Route)
     for others in ([idle, roomy], [roomy, idle]):
-        assert isinstance(route_from(REQUEST, home, lambda given=others: given), Hold)
+        assert isinstance(route_from(REQUEST, home, lambda given=others: given).taken, Hold)
 
 
 @BOTH

@@ -8,14 +8,14 @@ import pytest
 
 from prfaas.config.deployment import ReplanSection
 from prfaas.planner.network.problem import Home, NetworkProblem
-from prfaas.scheduler.homes.plans import solve_network
+from prfaas.scheduler.homes.plans import network_with, solve_network, with_splits
 from prfaas.scheduler.long_term.replan import replan
 from prfaas.scheduler.long_term.replan_homes import replan_homes
 from prfaas.scheduler.long_term.traffic import TrafficHistory, TrafficWindow
 from prfaas.scheduler.plan import first_plan
 from prfaas.types import ClusterId
 from tests.planner.builders import problem
-from tests.scheduler.homes.networks import EAST, NETWORK, NODES, PLANS, WEST
+from tests.scheduler.homes.networks import EAST, NETWORK, NODES, PLANS, SOUTH, WEST
 
 RULES = ReplanSection()
 
@@ -82,3 +82,53 @@ def test_a_pd_cluster_without_a_live_node_keeps_its_plan() -> None:
 
 def test_without_traffic_or_lost_nodes_nothing_changes() -> None:
     assert replan_homes(windows({EAST: 10, WEST: 10}), PLANS) == {}
+
+
+SHARES = {EAST: 0.6, WEST: 0.4}
+
+
+def test_before_any_traffic_the_stated_shares_count() -> None:
+    new = replan_homes(windows({EAST: 0, WEST: 0}, live=(2, 1)), PLANS, SHARES)
+    expected = solve_network(
+        with_splits(
+            network_with(NETWORK, {SOUTH: 1}), {name: PLANS[name].n_prefill for name in PLANS}
+        )
+    )
+    assert set(new) == {EAST, WEST}
+    for name, plan in new.items():
+        assert plan.capacity_rps == pytest.approx(expected.home(name).rate_rps)
+
+
+def test_the_full_plan_returns_with_the_nodes_and_their_roles() -> None:
+    """A whole PD cluster is lost and returns, without any traffic in the meantime."""
+    none = {EAST: 0, WEST: 0}
+    alone = replan_homes(windows(none, lost=WEST), PLANS, SHARES)
+    assert set(alone) == {EAST}
+    assert alone[EAST].capacity_rps > PLANS[EAST].capacity_rps
+    assert "nodes came or went" in alone[EAST].reason
+    after = {**PLANS, **alone}
+    assert replan_homes(windows(none, lost=WEST), after, SHARES) == {}
+    back = {**after, **replan_homes(windows(none), after, SHARES)}
+    for name, plan in back.items():
+        assert plan.roles == PLANS[name].roles
+        assert plan.capacity_rps == pytest.approx(PLANS[name].capacity_rps)
+        assert plan.shares == pytest.approx(PLANS[name].shares, abs=1e-6)
+    assert replan_homes(windows(none), back, SHARES) == {}
+
+
+def test_without_any_live_pd_cluster_nothing_changes() -> None:
+    found = windows({EAST: 0, WEST: 0})
+    lost = {name: replace(window, live_local=frozenset()) for name, window in found.items()}
+    assert replan_homes(lost, PLANS, SHARES) == {}
+
+
+def test_lost_nodes_of_a_pd_cluster_return_to_their_roles() -> None:
+    found = windows({EAST: 0, WEST: 0})
+    fewer = {**found, WEST: replace(found[WEST], live_local=frozenset(NODES[WEST][2:]))}
+    after = {**PLANS, **replan_homes(fewer, PLANS, SHARES)}
+    assert after[WEST].roles == PLANS[WEST].roles
+    assert after[WEST].problem.local.pool.instances == 2
+    back = {**after, **replan_homes(found, after, SHARES)}
+    for name, plan in back.items():
+        assert plan.roles == PLANS[name].roles
+        assert plan.capacity_rps == pytest.approx(PLANS[name].capacity_rps)

@@ -45,6 +45,7 @@ from prfaas.gateway.tenants import Tenants
 from prfaas.gateway.tokenization import TOKENIZE_PATHS, TokenizationApi
 
 _LOG = logging.getLogger(__name__)
+CLUSTER_HEADER = "X-Prfaas-Cluster"  # names the PD cluster at which a request arrives
 _HEARTBEAT_BYTES = 2 << 20  # as a gateway accepts of the report itself, when it polls a kvd
 _TRACEBACK_CHARS = 8000  # an exception may quote the request
 _VALID_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -242,6 +243,7 @@ class GatewayApi:
             multimodal=prepared.multimodal,
             n=prepared.n,
             tenant=request[_TENANT],
+            cluster=request.headers.get(CLUSTER_HEADER, ""),
         )
 
     # Models, state and routes ---------------------------------------------------------------------

@@ -15,9 +15,11 @@ from prfaas.config.gateway import DEFAULTS, GatewayTimeouts
 from prfaas.contracts.kvd_api import (
     LONGEST_WAIT_S,
     AbortTransfer,
+    ClaimPlanning,
     EventPage,
     KvdReport,
     OpenTransfer,
+    PlanningLease,
     PrefixPulled,
     PullPrefix,
     Role,
@@ -135,7 +137,8 @@ class KvdClient:
         return check_page(page, node)
 
     async def set_role(self, role: SetRole) -> Role | None:
-        """The new role; None when another gateway has changed the role in the meantime."""
+        """The new role; None when another gateway has changed the role in the meantime, or has the
+        planning lease of a later epoch."""
         body = msgspec.json.encode(role)
         try:
             return await self._http.request_json(
@@ -150,3 +153,13 @@ class KvdClient:
             if error.status == 409:
                 return None
             raise
+
+    async def claim_planning(self, claim: ClaimPlanning) -> PlanningLease:
+        return await self._http.request_json(
+            "POST",
+            f"{self.url}/v1/planning",
+            PlanningLease,
+            timeout_s=self._timeouts.kvd_call_s,
+            body=msgspec.json.encode(claim),
+            max_bytes=SMALL_BYTES,
+        )

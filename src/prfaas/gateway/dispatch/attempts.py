@@ -105,7 +105,7 @@ class Attempts:
         attempt does not count: nothing was computed. Raises `RequestError` when no time is left."""
         self._trace.attempts -= 1
         self._full.add(full.node)
-        if self._fleet.can_decode_elsewhere(self._full):
+        if self._fleet.has_free_decode_node(full.cluster, self._full):
             return
         self._full.clear()
         self._backoff_s = full.retry_after_s

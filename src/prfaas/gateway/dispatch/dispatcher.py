@@ -38,10 +38,11 @@ from prfaas.gateway.dispatch.handoff import (
 from prfaas.gateway.fleet.booking import Booking
 from prfaas.gateway.fleet.liveness import FellSilent
 from prfaas.gateway.fleet.member import Member
+from prfaas.gateway.homes.request_homes import RequestHomes
+from prfaas.gateway.homes.traffic import HomeTraffic
 from prfaas.gateway.placement import PlacementRequest
 from prfaas.gateway.request import GatewayRequest, RequestTrace
 from prfaas.gateway.router import Router
-from prfaas.scheduler.long_term.traffic import TrafficHistory
 from prfaas.scheduler.request import Request
 from prfaas.types import NodeId
 
@@ -55,7 +56,8 @@ class Dispatcher:
         router: Router,
         hand_offs: HandOffs,
         budget: RetryBudget,
-        traffic: TrafficHistory,
+        traffic: HomeTraffic,
+        homes: RequestHomes,
         clock: Clock,
     ) -> None:
         self._router = router
@@ -65,6 +67,7 @@ class Dispatcher:
         self._field_checks = FieldChecks(hand_offs.fleet, hand_offs.http)
         self._budget = budget
         self.traffic = traffic
+        self.homes = homes
         self._clock = clock
         self._ids = count()
         self._under_way: dict[int, asyncio.Task[Any] | None] = {}
@@ -92,9 +95,13 @@ class Dispatcher:
         try:
             prompt = await self._hash_prompt(request)
             routed = routed_request(request, number, trace.arrived_s)
+            home = self.homes.of(request, prompt)
+            trace.home = home
             attempts = Attempts(self._fleet, self._budget, self._clock, trace)
             while True:
-                placement = PlacementRequest(routed, prompt, attempts.avoid, tenant=request.tenant)
+                placement = PlacementRequest(
+                    routed, prompt, attempts.avoid, tenant=request.tenant, home=home
+                )
                 booking = await self._router.place(placement, attempts.time_left_s())
                 async with AsyncExitStack() as stack:
                     stack.callback(self._router.close, booking)
@@ -112,7 +119,7 @@ class Dispatcher:
                     else:
                         trace.first_token_s = self._clock.now()
                         yield answer
-                        self._observe(answer, trace, prompt)
+                        self._observe(answer, trace, prompt, booking)
                         return
                 await attempts.back_off()
         finally:
@@ -184,7 +191,7 @@ class Dispatcher:
         bound: dict[str, Any] = {}
         if route.is_remainder and decode.card.ours:
             # A vLLM bounds its chunks itself, and computes what it has lost of the prefix.
-            rules = self._router.state.rules.remainders
+            rules = self._router.rules.remainders
             params = encode(Remainder(rules.tokens, rules.chunk_tokens))
             bound = {"kv_transfer_params": params}
         body = {
@@ -267,10 +274,14 @@ class Dispatcher:
             return False
         return status.state == "released" and status.reason == OTHER_PROMPT
 
-    def _observe(self, answer: NodeResponse, trace: RequestTrace, prompt: PromptHashes) -> None:
+    def _observe(
+        self, answer: NodeResponse, trace: RequestTrace, prompt: PromptHashes, booking: Booking
+    ) -> None:
+        """A request counts as traffic of the PD cluster that has decoded it."""
         if answer.complete:
             cached = min(trace.cached_tokens, prompt.tokens - 1)
             self.traffic.observe(
+                booking.route.decode_cluster,
                 self._clock.now(),
                 prompt.tokens - cached,
                 cached,

@@ -36,7 +36,7 @@ from prfaas.http_client.client import HttpClient
 from prfaas.scheduler.handoff import choose_handoff
 from prfaas.scheduler.request import CacheCopy
 from prfaas.transport.grants import new_transfer_id
-from prfaas.types import BlockHash, Grant, NodeId, NotNow, TransferId
+from prfaas.types import BlockHash, ClusterId, Grant, NodeId, NotNow, TransferId
 
 # A prefill waits for its copies at most `prefix_copy_s` plus this multiple of their predicted time.
 _COPY_TIMES = 4.0
@@ -73,9 +73,10 @@ class AttemptFailed(Exception):
 class DecodeNodeFull(Exception):
     """The decode node's kvd has no room for a grant now."""
 
-    def __init__(self, node: NodeId, answer: NotNow) -> None:
+    def __init__(self, node: NodeId, cluster: ClusterId, answer: NotNow) -> None:
         super().__init__(f"{node}: {answer.reason}")
         self.node = node
+        self.cluster = cluster
         self.retry_after_s = answer.retry_after_s
 
 
@@ -233,7 +234,7 @@ class HandOff:
             raise AttemptFailed(str(error), self._route.prefill, unsent=differs) from None
         if isinstance(answer, NotNow):
             self._transfer_id = None  # nothing is reserved
-            raise DecodeNodeFull(self._route.decode, answer)
+            raise DecodeNodeFull(self._route.decode, self._decode.cluster, answer)
         if answer.transfer_id != transfer.transfer_id:
             self._abort(answer.transfer_id)
             problem = "its kvd has granted another transfer than the one that was requested"
@@ -311,7 +312,8 @@ class HandOff:
         prefilling = self._prefilling = self._background_calls.run(
             node.prefill(encode_body(body), headers), self._timeouts.prefill_s
         )
-        record = partial(self._record_prefill, trace, handoff_tokens, self._clock.now())
+        beside = self._fleet.has_other_prefills(self._route.prefill)
+        record = partial(self._record_prefill, trace, handoff_tokens, self._clock.now(), beside)
         prefilling.add_done_callback(record)
         committing = self._background_calls.run(
             self._kvd.wait_committed(grant.transfer_id), self._timeouts.prefill_s
@@ -359,14 +361,18 @@ class HandOff:
         trace: RequestTrace,
         tokens: int,
         sent_s: float,
+        beside: bool,
         prefilling: asyncio.Future[int | None | PeerError],
     ) -> None:
         """Records what the node reports as cached: a copy may have failed, or the node may have
-        had more than the route expected."""
+        had more than the route expected. `beside`: other gateways had prefills there."""
         if prefilling.cancelled() or isinstance(found := prefilling.result(), PeerError):
             return
         if found is not None:
             trace.cached_tokens = found
         cached = min(trace.cached_tokens, tokens)
-        began_s = self._fleet.pace.record_prefill(self._route, tokens, cached, sent_s)
+        beside = beside or self._fleet.has_other_prefills(self._route.prefill)
+        began_s = self._fleet.pace.record_prefill(
+            self._route, tokens, cached, sent_s, beside_others=beside
+        )
         trace.waited_s = began_s - trace.arrived_s

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 from prfaas.cache.manager import GlobalKVManager
 from prfaas.clock import Clock
@@ -26,12 +26,14 @@ from prfaas.gateway.fleet.liveness import Liveness
 from prfaas.gateway.fleet.member import Member, Part
 from prfaas.gateway.fleet.membership import Membership
 from prfaas.gateway.fleet.prefill_pace import PrefillPace
-from prfaas.gateway.fleet.prefill_work import PrefillWork
+from prfaas.gateway.fleet.prefill_work import NO_WORK, OthersWork, PrefillWork
 from prfaas.gateway.fleet.roles import Roles
 from prfaas.lateness import LateSince, never_late
+from prfaas.planner.network.problem import NetworkProblem
 from prfaas.planner.problem import Problem
-from prfaas.scheduler.board import Board
+from prfaas.scheduler.board import Board, NodeReport
 from prfaas.scheduler.costs import build_costs
+from prfaas.scheduler.homes.plans import as_network, home_name
 from prfaas.scheduler.plan import Role
 from prfaas.scheduler.request import Route
 from prfaas.scheduler.view import LinkId, LinkView
@@ -47,19 +49,21 @@ class Fleet:
     def __init__(
         self,
         deployment: Deployment,
-        problem: Problem,
+        problem: Problem | NetworkProblem,
         clock: Clock,
         late_since: LateSince = never_late,
     ) -> None:
         """`late_since` returns how late this gateway was: members are not blamed for that."""
-        self.local = ClusterId(problem.local.pool.cluster)
-        self.remotes = [ClusterId(remote.pool.cluster) for remote in problem.remotes]
-        costs = build_costs(problem, min(deployment.model.max_tokens, _LONGEST_LOOKUP))
+        network = as_network(problem)
+        self.homes = [home_name(home) for home in network.homes]  # the PD clusters
+        self.remotes = [ClusterId(cluster) for cluster in network.prfaas_pools]
+        longest = min(deployment.model.max_tokens, _LONGEST_LOOKUP)
+        costs = {home_name(home): build_costs(home.problem, longest) for home in network.homes}
         self.board = Board(
             costs,
-            [(self.local, ()), *((remote, ()) for remote in self.remotes)],
-            _configured_links(deployment),
-            slots=problem.local.decode.bs_max,
+            [(cluster, ()) for cluster in (*self.homes, *self.remotes)],
+            _configured_links(deployment, self.homes),
+            slots={home_name(home): home.problem.local.decode.bs_max for home in network.homes},
         )
         self.timeouts = deployment.gateway.timeouts
         self.failures = Failures(clock)
@@ -68,10 +72,13 @@ class Fleet:
         self.liveness = Liveness(self.members, clock)
         self.links = LinkMonitor(LinkReports(deployment), self.members, self.board, clock)
         self.pace = PrefillPace(costs, self.board, deployment.scheduler.correction, clock)
-        self.manager = GlobalKVManager(problem.spec)
+        self.manager = GlobalKVManager(network.homes[0].problem.spec)
         self.prefixes = CachedPrefixes(self.manager, self.board)
         # The nodes in use, by KV format: hand-offs and copies stay within one of these sets.
         self.sets: tuple[frozenset[NodeId], ...] = ()
+        self.drained: Collection[ClusterId] = ()  # clusters that get no new requests
+        # What other gateways have at a node.
+        self._others_at: Callable[[NodeId], OthersWork] = lambda _: NO_WORK
         # Set when a node came into use or went out of use; the long-term loop waits for it.
         self.changed = asyncio.Event()
         self._on_change: Callable[[], None] = lambda: None
@@ -81,6 +88,11 @@ class Fleet:
     def call_on_change(self, on_change: Callable[[], None]) -> None:
         """`on_change` is called after a node has come into use or gone out of use."""
         self._on_change = on_change
+
+    def share_with(self, others_at: Callable[[NodeId], OthersWork]) -> None:
+        """Other gateways send requests to the same nodes. `others_at` returns what they have at a
+        node."""
+        self._others_at = others_at
 
     # Members --------------------------------------------------------------------------------------
 
@@ -144,9 +156,22 @@ class Fleet:
         if node is not None and node in self.board:
             work, view = self._work[node], self.board.node(node)
             own_decodes = self.board.own_decodes(node)
-            report = work.node_report(load, view.role, max(own, len(work)), own_decodes, asked_s)
+            others = self._others_at(node)
+            report = work.node_report(
+                load, view.role, max(own, len(work)), own_decodes, asked_s, others
+            )
             self.board.record_report(node, report)
         self.refresh()
+
+    def record_other_work(self) -> None:
+        """Other gateways have reported. Only prefill nodes of PrfaaS clusters are shared as a rule:
+        what a gateway has elsewhere is seen when the engine is polled."""
+        now = self._clock.now()
+        for node, work in self._work.items():
+            if node in self.board and self.board.node(node).role == "prefill":
+                own_decodes = self.board.own_decodes(node)
+                work_s = work.left_s(now) + self._others_at(node).work_s
+                self.board.record_report(node, NodeReport(now, work_s, own_decodes))
 
     def record_engine_failure(self, node: NodeId, *, leaving: bool = False) -> None:
         """A request could not connect to the engine, or was refused because the engine is
@@ -179,7 +204,8 @@ class Fleet:
         self.refresh()
 
     def book(self, route: Route, prompt_tokens: int, on_prefill_end: Callable[[], None]) -> Booking:
-        kv_bytes = float(self.pace.costs.handoff_bytes(prompt_tokens, prompt_tokens))
+        costs = self.pace.costs[route.decode_cluster]
+        kv_bytes = float(costs.handoff_bytes(prompt_tokens, prompt_tokens))
         work = self._work[route.prefill]
         return Booking(self.board, work, route, kv_bytes, self._clock.now(), on_prefill_end)
 
@@ -187,6 +213,20 @@ class Fleet:
         """Prefills of this gateway that the member has not finished."""
         node = member.node
         return len(self._work[node]) if node in self._work else 0
+
+    def own_loads(self) -> dict[NodeId, OthersWork]:
+        """What this gateway has at each node, as it tells the other gateways."""
+        now = self._clock.now()
+        found = {}
+        for node, work in self._work.items():
+            load = OthersWork(len(work), work.left_s(now), self.board.own_active(node))
+            if load != NO_WORK:
+                found[node] = load
+        return found
+
+    def has_other_prefills(self, node: NodeId) -> bool:
+        """Whether other gateways prefill there."""
+        return self._others_at(node).prefills > 0
 
     # The state that decisions see -----------------------------------------------------------------
 
@@ -206,9 +246,10 @@ class Fleet:
             node = member.node
             if node is None or node not in self.board:
                 continue
-            role = self.roles.of(node) if member.cluster == self.local else "prefill"
+            role = self.roles.of(node) if member.cluster in self.homes else "prefill"
             usable = (
                 role is not None
+                and member.cluster not in self.drained
                 and not self.roles.is_draining(node)
                 and self.members.is_usable(member, now)
             )
@@ -256,25 +297,28 @@ class Fleet:
 
     def prefill_waits_s(self) -> dict[NodeId, float | None]:
         """How long a prefill would wait at each node in use; None: the node does not prefill."""
-        view = self.board.view(self._clock.now(), {}, {})
+        now_s = self._clock.now()
         return {
-            node.node: max(0.0, node.free_at_s - view.now_s) if node.role == "prefill" else None
-            for cluster in (view.local, *view.remotes)
-            for node in cluster.nodes
+            node.node: max(0.0, node.free_at_s - now_s) if node.role == "prefill" else None
+            for cluster in (*self.homes, *self.remotes)
+            for node in self.board.cluster(cluster).nodes
             if node.usable
         }
 
-    def can_decode_elsewhere(self, full: Collection[NodeId]) -> bool:
-        """Whether a decode node is in use that is not one of the `full` ones."""
-        nodes = self.board.view(self._clock.now(), {}, {}).local.nodes
+    def has_free_decode_node(self, home: ClusterId, full: Collection[NodeId]) -> bool:
+        """Whether a decode node of a PD cluster is in use that is not one of the `full` ones."""
+        nodes = self.board.cluster(home).nodes
         return any(n.usable and n.role == "decode" and n.node not in full for n in nodes)
 
 
-def _configured_links(deployment: Deployment) -> dict[LinkId, LinkView]:
-    return {
-        (ClusterId(link.source), ClusterId(link.target)): LinkView(
-            True, link.gbps * 1e9, link.rtt_ms / 1e3, None, 0.0
-        )
-        for link in deployment.links
-        if link.source != link.target
-    }
+def _configured_links(
+    deployment: Deployment, homes: Collection[ClusterId]
+) -> Mapping[LinkId, LinkView]:
+    """The links over which requests are handed off. No KV travels between two PD clusters, except
+    when one of them is drained."""
+    found = {}
+    for link in deployment.links:
+        ends = ClusterId(link.source), ClusterId(link.target)
+        if ends[0] != ends[1] and not (ends[0] in homes and ends[1] in homes):
+            found[ends] = LinkView(True, link.gbps * 1e9, link.rtt_ms / 1e3, None, 0.0)
+    return found

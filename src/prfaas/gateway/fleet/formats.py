@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from prfaas.config.gateway import GatewayTimeouts
 from prfaas.gateway.fleet.member import Member
@@ -40,11 +40,11 @@ NO_PD_MEMBER = "no live PD node has its KV format"
 
 
 class Formats:
-    def __init__(self, timeouts: GatewayTimeouts, local: ClusterId) -> None:
-        """`local` is the PD cluster."""
+    def __init__(self, timeouts: GatewayTimeouts, homes: Collection[ClusterId]) -> None:
+        """`homes` are the PD clusters."""
         self.model: str | None = None  # in use; None until a PD member is alive
         self.block_sizes: frozenset[int] = frozenset()  # at which prompts are hashed
-        self._local = local
+        self._homes = homes
         self._served: frozenset[Compat] = frozenset()  # formats of live PD members of the model
         self._settling_s = timeouts.first_plan_s
         self._grace_s = max(0.0, timeouts.hung_s - timeouts.silent_s)
@@ -55,7 +55,7 @@ class Formats:
 
     def update(self, members: Sequence[Member], now_s: float) -> None:
         """Judges the model in use and its sets by the members' latest reports."""
-        local = [m for m in members if m.cluster == self._local]
+        local = [m for m in members if m.cluster in self._homes]
         alive = [m for m in local if m.is_alive(now_s)]
         self._update_model(local, alive, now_s)
         self._served = frozenset(m.compat for m in alive if m.compat and m.model == self.model)
@@ -67,7 +67,7 @@ class Formats:
             return None
         if member.model != self.model:
             return f"it serves {member.model}, and the deployment serves {self.model}"
-        if member.compat not in self._served and member.cluster != self._local:
+        if member.compat not in self._served and member.cluster not in self._homes:
             return NO_PD_MEMBER
         return None
 

@@ -37,8 +37,8 @@ class Membership:
         self._members: dict[str, Member] = {}  # by the kvd's address
         self.timeouts = deployment.gateway.timeouts
         self._by_name: dict[NodeId, Member] = {}
-        self._local = ClusterId(deployment.of_kind("pd")[0].name)
-        self.formats = Formats(self.timeouts, self._local)
+        self._homes = frozenset(ClusterId(pd.name) for pd in deployment.of_kind("pd"))
+        self.formats = Formats(self.timeouts, self._homes)
         self.clusters = [ClusterId(cluster.name) for cluster in deployment.clusters]
         for cluster in deployment.clusters:
             for node in cluster.nodes:
@@ -185,7 +185,8 @@ class Membership:
         return None if member is None else member.compat
 
     def remote_nodes(self) -> list[NodeId]:
-        return [m.node for m in self if m.cluster != self._local and m.node is not None]
+        """The nodes of PrfaaS clusters."""
+        return [m.node for m in self if m.cluster not in self._homes and m.node is not None]
 
     def block_sizes(self) -> frozenset[int]:
         """The block sizes in tokens at which prompts are hashed."""

@@ -21,7 +21,14 @@ log = logging.getLogger(__name__)
 
 
 class PrefillPace:
-    def __init__(self, costs: Costs, board: Board, rules: CorrectionSection, clock: Clock) -> None:
+    def __init__(
+        self,
+        costs: Mapping[ClusterId, Costs],
+        board: Board,
+        rules: CorrectionSection,
+        clock: Clock,
+    ) -> None:
+        """`costs`: of each PD cluster."""
         self.costs = costs
         self._board = board
         self._paces = ProfileCorrection(rules)
@@ -32,20 +39,38 @@ class PrefillPace:
         """Observed over stated prefill times, where that is not 1."""
         return self._paces.factors
 
-    def record_prefill(self, route: Route, tokens: int, cached: int, sent_s: float) -> float:
+    def record_prefill(
+        self,
+        route: Route,
+        tokens: int,
+        cached: int,
+        sent_s: float,
+        *,
+        beside_others: bool = False,
+    ) -> float:
         """The prefill node has answered: it has prefilled `tokens`, of which `cached` were in its
-        cache. Returns when it began."""
+        cache. Returns when it began. A prefill that ran beside those of other gateways does not
+        count: it may have waited for them."""
         now = self._clock.now()
         before = self._paces.factors
         cached = min(max(0, cached), tokens)  # as the node reports it
-        stated_s = self.costs.stated_s[route.cluster](tokens - cached, cached)
-        took_s = self._paces.record_prefill(route.cluster, route.prefill, stated_s, sent_s, now)
+        stated_s = self.stated_s(route, tokens - cached, cached)
+        took_s = self._paces.record_prefill(
+            route.cluster, route.prefill, stated_s, sent_s, now, counts=not beside_others
+        )
         if self._paces.factors is not before:
-            self.costs = self.costs.paced(self._paces.factors)
-            self._board.set_costs(self.costs)
+            factors = self._paces.factors
+            self.costs = {home: costs.paced(factors) for home, costs in self.costs.items()}
+            for home, costs in self.costs.items():
+                self._board.set_costs(costs, home)
             factor = self._paces.factors[route.cluster]
             log.info("%s: prefills take %.2f times what its profile states", route.cluster, factor)
         return now - took_s
+
+    def stated_s(self, route: Route, new_tokens: int, cached_tokens: int) -> float:
+        """What the profile of the route's prefill node states for a prefill."""
+        costs = self.costs[route.decode_cluster]
+        return costs.stated_s[route.cluster](new_tokens, cached_tokens)
 
     def restart(self, node: NodeId) -> None:
         """Begins a warm-up of a node that has restarted or is gone. Its prefills do not count."""

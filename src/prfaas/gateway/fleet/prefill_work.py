@@ -1,17 +1,30 @@
 """Seconds of prefill work that this gateway has sent to one node and that are not done.
 
 A node reports how many requests wait there, not how long they will take. The gateway has the length
-of each prefill that it sent, and when each ended. Requests of other gateways count with this
-gateway's average.
+of each prefill that it sent, and when each ended. Gateways of one deployment tell each other what
+they have at each node. Requests of which nobody tells count with this gateway's average.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from prfaas.gateway.client.node_client import Load
 from prfaas.scheduler.board import NodeReport
 from prfaas.scheduler.plan import Role
 
 _NEWEST = 0.1  # weight of the newest prefill in the average
+
+
+class OthersWork(NamedTuple):
+    """What other gateways have at one node."""
+
+    prefills: int  # dispatched and not finished
+    work_s: float  # seconds of these prefills that are left
+    decodes: int  # requests that decode or will decode there
+
+
+NO_WORK = OthersWork(0, 0.0, 0)
 
 
 class PrefillWork:
@@ -46,12 +59,20 @@ class PrefillWork:
         return sum(self._jobs.values()) - min(first_s, max(0.0, now_s - self._since_s))
 
     def node_report(
-        self, load: Load, role: Role, own: int, own_decodes: int, asked_s: float
+        self,
+        load: Load,
+        role: Role,
+        own: int,
+        own_decodes: int,
+        asked_s: float,
+        known: OthersWork = NO_WORK,
     ) -> NodeReport:
-        """At most `own` prefills of this gateway were at the node while it was polled."""
+        """At most `own` prefills of this gateway were at the node while it was polled. `known` is
+        what other gateways say that they have there."""
         requests = load.running + load.waiting
         work_s = self.left_s(asked_s)
         if role == "decode":
             return NodeReport(asked_s, work_s, max(0, requests - own))
-        others = max(0, requests - own - own_decodes)
-        return NodeReport(asked_s, work_s + others * self._mean_s, own_decodes)
+        others = max(0, requests - own - own_decodes - known.prefills)
+        work_s += known.work_s + others * self._mean_s
+        return NodeReport(asked_s, work_s, own_decodes)

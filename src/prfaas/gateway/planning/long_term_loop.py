@@ -1,46 +1,46 @@
-"""The long-term loop of the live gateway: plans for the usable nodes, and changes their roles.
+"""The long-term loop of the live gateway: plans for the usable nodes of all PD clusters.
 
-A gateway that plans writes roles to the kvds, each change on the epoch that the decision was based
-on; other gateways read the roles there. A gateway that advises assigns roles to nodes without one
-and only logs its other plans. A node that is to change its role is evacuated first; then it gets no
-new requests until it has finished those it has. Paper: section 3.4.3.
+`RoleChanges` gives nodes the roles of the plans. A gateway that advises assigns roles to nodes
+without one and only logs its other plans. Of several gateways one plans, and the others follow its
+plans (`Coordination`). Paper: section 3.4.3.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from prfaas.clock import Clock
 from prfaas.config import Deployment
-from prfaas.contracts.kvd_api import RoleName, SetRole
-from prfaas.errors import PeerError
-from prfaas.gateway.client.kvd_client import KvdClient
+from prfaas.errors import InputError
 from prfaas.gateway.fleet.fleet import Fleet
-from prfaas.gateway.fleet.member import Member
-from prfaas.gateway.planning.evacuation import Evacuations
+from prfaas.gateway.planning.coordination import Coordination
 from prfaas.gateway.planning.plan_history import PlanHistory
+from prfaas.gateway.planning.role_changes import RoleChanges
 from prfaas.gateway.router import Router
-from prfaas.http_client.client import HttpClient
+from prfaas.planner.network.problem import Home, NetworkProblem
 from prfaas.planner.problem import Problem
-from prfaas.scheduler.long_term.replan import replan
-from prfaas.scheduler.long_term.traffic import TrafficHistory
-from prfaas.scheduler.plan import (
-    Plan,
-    Role,
-    hardware_for,
-    plan_for_nodes,
-    with_instances,
-    with_paces,
-)
-from prfaas.supervision import one_line, repeat
+from prfaas.scheduler.homes.plans import as_network, home_name, plans_for_nodes
+from prfaas.scheduler.long_term.replan_homes import replan_homes
+from prfaas.scheduler.long_term.traffic import TrafficWindow
+from prfaas.scheduler.plan import Plan, Role, hardware_for, with_instances, with_paces
+from prfaas.supervision import repeat
 from prfaas.types import ClusterId, NodeId
 
-log = logging.getLogger(__name__)
-
 STEP_EVERY_S = 0.5
+
+
+class _Live(NamedTuple):
+    """The nodes that a plan counts on."""
+
+    roles: Mapping[ClusterId, Mapping[NodeId, Role | None]]  # as known, of the PD clusters
+    instances: Mapping[ClusterId, int]  # of all clusters
+
+    @property
+    def homes(self) -> tuple[ClusterId, ...]:
+        return tuple(home for home, roles in self.roles.items() if roles)
 
 
 class LongTermLoop:
@@ -48,25 +48,28 @@ class LongTermLoop:
         self,
         fleet: Fleet,
         router: Router,
-        evacuations: Evacuations,
+        roles: RoleChanges,
         deployment: Deployment,
-        problem: Problem,
-        http: HttpClient,
+        problem: Problem | NetworkProblem,
         clock: Clock,
+        coordination: Coordination,
     ) -> None:
         self._fleet = fleet
         self._router = router
-        self._evacuations = evacuations
-        self._problem = hardware_for(deployment.scheduler.policy, problem)
-        self._plans = deployment.gateway.plans
+        self._roles = roles
+        self._policy = deployment.scheduler.policy
+        self._problems = {
+            home_name(home): hardware_for(self._policy, home.problem)
+            for home in as_network(problem).homes
+        }
+        self._stated_shares = {home_name(h): h.share for h in as_network(problem).homes}
         self._rules = deployment.scheduler.replan
-        self._http = http
         self._clock = clock
+        self._coordination = coordination
         self._started_s = clock.now()
         self._replanned_s = self._started_s  # when the traffic was last evaluated
-        self._planned_for: object = None  # the nodes and roles at the latest plan
+        self._planned_for: _Live | None = None  # at the latest plan
         self.history = PlanHistory(advises=deployment.gateway.advise)
-        self.traffic = TrafficHistory(self._started_s, self._rules.window_s)
 
     async def run(self) -> None:
         """Runs the long-term loop until cancelled."""
@@ -83,19 +86,18 @@ class LongTermLoop:
         await repeat(step, 0.0, self._fleet.failures, loop="long_term", retry_s=STEP_EVERY_S)
 
     async def _step(self) -> None:
-        local = self._usable(self._fleet.local)
-        counted = [ClusterId(remote.pool.cluster) for remote in self._problem.remotes]
-        remotes = tuple(len(self._planned(cluster)) for cluster in counted)
-        if local and self._may_plan():
-            plan = await self._next_plan(self._planned(self._fleet.local), remotes)
-            if plan is not None:
-                self._router.follow(plan)
-                self.history.record_plan(plan)
+        newer = self._coordination.newer_plans()
+        if newer:
+            self._follow(newer)
+            self._planned_for = None  # if this gateway plans next, it plans for what it sees then
+        await self._plan()
         converted: list[NodeId] = []
-        if self._router.plan is not None:
-            # All at once, so that a kvd that answers late does not delay the other nodes' roles.
-            tries = (self._try_role(node, self._router.plan) for node in local)
-            converted = [node for node in await asyncio.gather(*tries) if node is not None]
+        for home in self._fleet.homes:
+            plan = self._router.plans.get(home)
+            if plan is not None:
+                converted += await self._roles.apply(plan, self._usable(home))
+        if self._coordination.plans and self._router.plans:
+            self._coordination.share(self._router.plans, self._roles.draining)
         self._fleet.refresh()
         # After the refresh, so that no reader sees a completed change beside the former role.
         for node in converted:
@@ -103,125 +105,151 @@ class LongTermLoop:
             if role is not None:
                 self.history.record_conversion(node, role, self._clock.now())
 
+    async def _plan(self) -> None:
+        """Makes and follows new plans, where there is a reason for them."""
+        coordination, epoch = self._coordination, self._coordination.epoch
+        if coordination.follows or not self._may_plan():
+            return
+        live = self._live()
+        if not live.homes:
+            return
+        plans = await self._next_plans(live)
+        if coordination.follows or coordination.epoch != epoch:
+            # Another gateway plans since. If this one plans again, it starts from what it sees.
+            self._planned_for = None
+            return
+        if plans:
+            self._follow(plans)
+
+    def _follow(self, plans: Mapping[ClusterId, Plan]) -> None:
+        self._router.follow(plans)
+        for home, plan in plans.items():
+            self.history.record_plan(home, plan)
+
     def _usable(self, cluster: ClusterId) -> list[NodeId]:
+        if cluster in self._fleet.drained:
+            return []
         return self._fleet.members.usable_nodes(cluster, self._clock.now())
 
     def _planned(self, cluster: ClusterId) -> list[NodeId]:
         """The nodes that a plan counts on: those in use, and those that have left on purpose. A
         restart is no reason to drain another node, and the node keeps its role for its return."""
         used = self._usable(cluster)
+        if cluster in self._fleet.drained:
+            return used
         expected = self._fleet.members.expected_nodes(cluster, self._clock.now())
-        if cluster == self._fleet.local:
+        if cluster in self._fleet.homes:
+            if not used:
+                return []  # no node of the cluster answers
             expected = [node for node in expected if self._fleet.roles.of(node) is not None]
         return [*used, *(node for node in expected if node not in used)]
+
+    def _live(self) -> _Live:
+        nodes = {home: self._planned(home) for home in self._fleet.homes}
+        instances = {home: len(found) for home, found in nodes.items()}
+        instances |= {remote: len(self._planned(remote)) for remote in self._fleet.remotes}
+        return _Live(
+            {home: self._known_roles(home, found) for home, found in nodes.items()}, instances
+        )
 
     def _may_plan(self) -> bool:
         """The first plan does not come with the first node that answers: the other nodes of the
         deployment file are given `first_plan_s`."""
         deadline_s = self._started_s + self._fleet.timeouts.first_plan_s
-        if self._router.plan is not None or self._clock.now() > deadline_s:
+        if self._router.plans or self._clock.now() > deadline_s:
             return True
         now = self._clock.now()
         return all(member.is_alive(now) for member in self._fleet.members if member.listed)
 
-    async def _next_plan(self, local: list[NodeId], remotes: tuple[int, ...]) -> Plan | None:
-        """A new plan, where there is a reason for one. A thread solves it."""
+    async def _next_plans(self, live: _Live) -> Mapping[ClusterId, Plan]:
+        """New plans, where there is a reason for them. A thread solves them."""
         now = self._clock.now()
-        plan = self._router.plan
-        roles = self._known_roles(local)
-        planned_for = (remotes, tuple(sorted(roles.items(), key=str)))
-        changed, self._planned_for = planned_for != self._planned_for, planned_for
-        newcomers = plan is None or any(node not in plan.roles for node in local)
-        if newcomers or (changed and not self._plans):
-            base = self._problem
-            if plan is not None:
-                base = replace(base, workload=plan.problem.workload)
-            base = with_paces(base, self._fleet.pace.factors)
-            problem = with_instances(base, remotes, len(local))
-            reason = "the deployment's stated traffic" if plan is None else "nodes came or went"
-            new = await asyncio.to_thread(
-                plan_for_nodes, problem, roles, self._rules, now, reason=reason
-            )
-            if plan is None:
-                return new
-            # Names of members that are gone for good would otherwise add up.
-            kept = {n: r for n, r in plan.roles.items() if self._fleet.members.named(n)}
-            return replace(new, roles={**kept, **new.roles}, converted_s=plan.converted_s)
-        if not self._plans or not (changed or now >= self._replanned_s + self._rules.every_s):
-            return None
+        plans = {home: plan for home, plan in self._router.plans.items() if home in live.homes}
+        before, self._planned_for = self._planned_for, live
+        changed = live != before
+        newcomers = any(
+            home not in plans or any(node not in plans[home].roles for node in live.roles[home])
+            for home in live.homes
+        )
+        # A PD cluster that was lost or has returned changes the flows of all others.
+        newcomers |= before is not None and before.homes != live.homes
+        if newcomers or (changed and not self._coordination.plans):
+            return await self._plans_for_nodes(live, plans, now)
+        due = now >= self._replanned_s + self._rules.every_s
+        if not self._coordination.plans or not (changed or due):
+            return {}
         # The intervals count from the start, even when a step is late, or early after a change.
         self._replanned_s = now - (now - self._started_s) % self._rules.every_s
-        assert plan is not None
-        window = self.traffic.window(now, remotes, set(local), self._fleet.pace.factors)
-        better = await asyncio.to_thread(replan, window, plan)
+        windows = self._windows(live, now)
+        better = await asyncio.to_thread(replan_homes, windows, plans, self._stated_shares)
         if not self.history.advises:
             return better
         self.history.record_advice(better)
-        return None
+        return {}
 
-    def _known_roles(self, local: list[NodeId]) -> Mapping[NodeId, Role | None]:
+    def _windows(self, live: _Live, now_s: float) -> dict[ClusterId, TrafficWindow]:
+        paces = self._fleet.pace.factors
+        return {
+            home: self._coordination.window(
+                home, now_s, self._remotes_of(home, live), set(live.roles[home]), paces
+            )
+            for home in live.homes
+        }
+
+    def _remotes_of(self, home: ClusterId, live: _Live) -> tuple[int, ...]:
+        remotes = self._problems[home].remotes
+        return tuple(live.instances[ClusterId(remote.pool.cluster)] for remote in remotes)
+
+    async def _plans_for_nodes(
+        self, live: _Live, plans: Mapping[ClusterId, Plan], now_s: float
+    ) -> Mapping[ClusterId, Plan]:
+        """Plans for these nodes and the traffic that was planned for. Nodes keep their roles."""
+        homes = []
+        for home in live.homes:
+            problem = self._problems[home]
+            if home in plans:
+                problem = replace(problem, workload=plans[home].problem.workload)
+            problem = with_paces(problem, self._fleet.pace.factors)
+            problem = with_instances(problem, self._remotes_of(home, live), live.instances[home])
+            homes.append((self._stated_shares[home], problem))
+        total = sum(share for share, _ in homes)
+        network = NetworkProblem(tuple(Home(share / total, problem) for share, problem in homes))
+        roles = {home: live.roles[home] for home in live.homes}
+        reason = "nodes came or went" if plans else "the deployment's stated traffic"
+        try:
+            made = await asyncio.to_thread(
+                plans_for_nodes,
+                network,
+                roles,
+                self._rules,
+                now_s,
+                reason=reason,
+                policy=self._policy,
+            )
+        except InputError as error:
+            # The nodes that are left cannot serve this traffic, whatever the plan.
+            self._fleet.failures.record("long_term", error)
+            return {}
+        return {home: self._with_known(home, plan) for home, plan in made.items()}
+
+    def _with_known(self, home: ClusterId, plan: Plan) -> Plan:
+        """The plan with the roles of nodes that are away, for their return."""
+        before = self._router.plans.get(home)
+        if before is None:
+            return plan
+        # Names of members that are gone for good would otherwise add up.
+        kept = {n: r for n, r in before.roles.items() if self._fleet.members.named(n)}
+        return replace(plan, roles={**kept, **plan.roles}, converted_s=before.converted_s)
+
+    def _known_roles(self, home: ClusterId, nodes: list[NodeId]) -> Mapping[NodeId, Role | None]:
         """The roles that the kvds have recorded, from before a restart of the gateway or from the
         gateway that plans. The plan of a gateway that plans takes precedence: a restarted kvd has
         lost its role."""
-        plan = self._router.plan
+        plan = self._router.plans.get(home)
         known: dict[NodeId, Role | None] = {}
-        for node in local:
-            recorded = self._recorded(node)
+        for node in nodes:
+            recorded = self._roles.recorded(node)
             known[node] = None if recorded == "both" else recorded
-            if plan is not None and (self._plans or known[node] is None):
+            if plan is not None and (self._coordination.plans or known[node] is None):
                 known[node] = plan.roles.get(node, known[node])
         return known
-
-    def _recorded(self, node: NodeId) -> RoleName:
-        member = self._fleet.members.named(node)
-        return "both" if member is None or member.report is None else member.report.role.role
-
-    async def _try_role(self, node: NodeId, plan: Plan) -> NodeId | None:
-        """As `_apply_role`; a failure is recorded and does not reach the other nodes. Returns the
-        node when it has completed a change of its role."""
-        try:
-            return node if await self._apply_role(node, plan) else None
-        except Exception as error:
-            self._fleet.failures.record("long_term", error)
-            return None
-
-    async def _apply_role(self, node: NodeId, plan: Plan) -> bool:
-        """One step towards the node's role in the plan. Returns whether the node has changed its
-        role with this step."""
-        fleet = self._fleet
-        wanted = plan.roles.get(node)
-        current = fleet.roles.of(node)
-        member = fleet.members.named(node)
-        if wanted is None or member is None or member.report is None:
-            return False
-        if not self._plans:
-            fleet.assign_role(node, wanted)
-            return False
-        if current is not None and current != wanted:
-            if not fleet.roles.is_draining(node) and not self._evacuations.evacuate(node):
-                return False  # in use until its hot prefixes are copied
-            fleet.drain(node)
-            view = fleet.board.node(node)
-            if view.queued or view.active:
-                return False
-        recorded = member.report.role
-        if recorded.role != wanted and not await self._write_role(
-            member, SetRole(wanted, recorded.epoch)
-        ):
-            return False
-        fleet.assign_role(node, wanted)
-        self._evacuations.reset(node)
-        return current is not None and current != wanted
-
-    async def _write_role(self, member: Member, role: SetRole) -> bool:
-        """Returns whether the kvd has recorded the role; if not, the next step retries."""
-        kvd = KvdClient(self._http, member.kvd_url, self._fleet.timeouts)
-        try:
-            written = await kvd.set_role(role)
-            if written is None:
-                log.warning("%s: another gateway has changed the role", member.kvd_url)
-            self._fleet.record_report(member, await kvd.stats())
-        except PeerError as error:
-            log.warning("cannot change the role of %s: %s", member.kvd_url, one_line(str(error)))
-            return False
-        return written is not None

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from prfaas.scheduler.plan import Plan, Role
-from prfaas.types import NodeId
+from prfaas.types import ClusterId, NodeId
 
 log = logging.getLogger(__name__)
 
@@ -26,28 +26,33 @@ class Conversion(NamedTuple):
     role: Role
 
 
+class MadePlan(NamedTuple):
+    home: ClusterId
+    plan: Plan
+
+
 class PlanHistory:
     def __init__(self, *, advises: bool) -> None:
         self.advises = advises  # plans after the first are logged, not followed
-        self.plans: deque[Plan] = deque(maxlen=KEPT)
+        self.plans: deque[MadePlan] = deque(maxlen=KEPT)
         self.conversions: deque[Conversion] = deque(maxlen=KEPT)
-        self.advice: Plan | None = None  # the plan that the loop would follow
+        self.advice: Mapping[ClusterId, Plan] = {}  # the plans that the loop would follow
         self._made = 0
         self._converted: Counter[Role] = Counter({"prefill": 0, "decode": 0})
 
-    def record_plan(self, plan: Plan) -> None:
-        self.plans.append(plan)
+    def record_plan(self, home: ClusterId, plan: Plan) -> None:
+        self.plans.append(MadePlan(home, plan))
         self._made += 1
-        log.info("new plan: %s", describe(plan))
+        log.info("new plan of %s: %s", home, describe(plan))
 
-    def record_advice(self, plan: Plan | None) -> None:
-        """None: the plan in force is good. The same advice is logged once."""
-        before, self.advice = self.advice, plan
-        if plan is None:
-            if before is not None:
-                log.info("advice withdrawn: the plan in force is good")
-        elif before is None or _essence(plan) != _essence(before):
-            log.info("advice, not followed: %s", describe(plan))
+    def record_advice(self, advice: Mapping[ClusterId, Plan]) -> None:
+        """The plan of a PD cluster without advice is good. The same advice is logged once."""
+        before, self.advice = self.advice, advice
+        for home in before.keys() - advice.keys():
+            log.info("advice withdrawn: the plan in force of %s is good", home)
+        for home, plan in advice.items():
+            if home not in before or _essence(plan) != _essence(before[home]):
+                log.info("advice for %s, not followed: %s", home, describe(plan))
 
     def record_conversion(self, node: NodeId, role: Role, at_s: float) -> None:
         """The node has drained and has its new role."""
@@ -55,7 +60,7 @@ class PlanHistory:
         self._converted[role] += 1
         log.info("%s: its role is %s now", node, role)
 
-    def metrics(self, plan: Plan | None) -> Iterator[Metric]:
+    def metrics(self, in_force: Mapping[ClusterId, Plan]) -> Iterator[Metric]:
         plans = CounterMetricFamily("prfaas_gateway_plans", "Plans made.")
         plans.add_metric([], self._made)
         converted = CounterMetricFamily(
@@ -64,7 +69,7 @@ class PlanHistory:
         for role, count in self._converted.items():
             converted.add_metric([role], count)
         yield from (plans, converted)
-        yield from _gauges(plan, "plan", "the plan in force")
+        yield from _gauges(in_force, "plan", "the plan in force")
         yield from _gauges(self.advice, "advice", "the advised plan; absent without advice")
 
 
@@ -80,18 +85,20 @@ def _essence(plan: Plan) -> tuple[object, ...]:
     return plan.threshold_tokens, dict(plan.roles)
 
 
-def _gauges(plan: Plan | None, name: str, which: str) -> Iterator[Metric]:
+def _gauges(plans: Mapping[ClusterId, Plan], name: str, which: str) -> Iterator[Metric]:
     prefix = f"prfaas_gateway_{name}"
     threshold = GaugeMetricFamily(
-        f"{prefix}_threshold_tokens", f"Offloading threshold of {which}.", labels=[]
+        f"{prefix}_threshold_tokens", f"Offloading threshold of {which}.", labels=["cluster"]
     )
     capacity = GaugeMetricFamily(
-        f"{prefix}_capacity_rps", f"Requests per second that fit {which}.", labels=[]
+        f"{prefix}_capacity_rps", f"Requests per second that fit {which}.", labels=["cluster"]
     )
-    nodes = GaugeMetricFamily(f"{prefix}_nodes", f"PD nodes by role in {which}.", labels=["role"])
-    if plan is not None:
-        threshold.add_metric([], plan.threshold_tokens)
-        capacity.add_metric([], plan.capacity_rps)
-        nodes.add_metric(["prefill"], plan.n_prefill)
-        nodes.add_metric(["decode"], plan.n_decode)
+    nodes = GaugeMetricFamily(
+        f"{prefix}_nodes", f"PD nodes by role in {which}.", labels=["cluster", "role"]
+    )
+    for home, plan in plans.items():
+        threshold.add_metric([home], plan.threshold_tokens)
+        capacity.add_metric([home], plan.capacity_rps)
+        nodes.add_metric([home, "prefill"], plan.n_prefill)
+        nodes.add_metric([home, "decode"], plan.n_decode)
     yield from (threshold, capacity, nodes)

@@ -54,6 +54,9 @@ class BoardHomes:
         """The PD cluster of that name; the first one for None."""
         return self._first if name is None else self._homes[name]
 
+    def has_link(self, link_id: LinkId) -> bool:
+        return any(link_id in home.links for home in self._homes.values())
+
     def link(self, link_id: LinkId) -> LinkView:
         return self._of_link(link_id).links[link_id]
 

@@ -10,7 +10,7 @@ from the requests there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from prfaas.scheduler.plan import Plan
 from prfaas.scheduler.request import Request, Route
@@ -19,6 +19,12 @@ from prfaas.scheduler.short_term import route
 from prfaas.scheduler.state import ShortTermState
 from prfaas.scheduler.view import View
 from prfaas.scheduler.waiting import Hold
+
+Decide: TypeAlias = Callable[[Request, View, Plan, ShortTermState], Choice]
+
+
+def decide_by_route(request: Request, view: View, plan: Plan, state: ShortTermState) -> Choice:
+    return Choice(route(request, view, plan, state), view, False)
 
 
 class HomeContext(NamedTuple):
@@ -31,51 +37,59 @@ class HomeContext(NamedTuple):
 
 
 def route_from(
-    request: Request, home: HomeContext, others: Callable[[], Iterable[HomeContext]]
-) -> Route | Hold:
+    request: Request,
+    home: HomeContext,
+    others: Callable[[], Iterable[HomeContext]],
+    decide: Decide = decide_by_route,
+) -> Choice:
     """The route of a request that arrives at `home`, or its hold. `others` yields the PD clusters
     that may decode it instead; it is called only where that is of use. A request that no PD cluster
     can serve waits for its home, so that the requests of a lost site do not stand before those of
-    other sites."""
-    found = route(request, home.view, home.plan, home.state)
+    other sites. `decide` decides for one PD cluster."""
+    choice = decide(request, home.view, home.plan, home.state)
+    found = choice.taken
     if isinstance(found, Hold):
         if found.cluster is not None:
-            return found
-        waits = found._replace(cluster=home.view.local.cluster)
+            return choice
+        waits = choice._replace(taken=found._replace(cluster=home.view.local.cluster))
         if not home.state.rules.decode_elsewhere:
             return waits
-        return _serve_elsewhere(request, others()) or waits
+        return _serve_elsewhere(request, others(), decide) or waits
     if not home.state.rules.decode_elsewhere or _has_decode_room(request, found, home.view):
-        return found
-    here_s = predict_ttft_s(request, Choice(found, home.view, False), home.state)
+        return choice
+    here_s = predict_ttft_s(request, choice, home.state)
     roomy = (other for other in others() if _can_decode_now(request, other.view))
-    taken = _serve_elsewhere(request, roomy, sooner_than_s=here_s)
-    return taken if isinstance(taken, Route) else found
+    taken = _serve_elsewhere(request, roomy, decide, sooner_than_s=here_s)
+    return choice if taken is None or isinstance(taken.taken, Hold) else taken
 
 
 def _serve_elsewhere(
-    request: Request, others: Iterable[HomeContext], sooner_than_s: float = float("inf")
-) -> Route | Hold | None:
+    request: Request,
+    others: Iterable[HomeContext],
+    decide: Decide,
+    sooner_than_s: float = float("inf"),
+) -> Choice | None:
     """The earliest first token among the other PD clusters. A hold, if each of them would hold the
     request, or if a decode slot is free earlier where it would be held: a PD cluster whose prefill
     nodes are idle must not draw more requests than it can decode. None if none of them can serve
     it."""
-    best: Route | None = None
-    held: Hold | None = None
+    best: Choice | None = None
+    held: Choice | None = None
     best_s = sooner_than_s
     best_slot_s = held_slot_s = float("inf")
     for other in others:
-        found = route(request, other.view, other.plan, other.state)
+        choice = decide(request, other.view, other.plan, other.state)
+        found = choice.taken
         slot_s = _slot_wait_s(other.view)
         if isinstance(found, Hold):
             if found.cluster is not None and slot_s < held_slot_s:
-                held, held_slot_s = found, slot_s
+                held, held_slot_s = choice, slot_s
             continue
-        choice = Choice(found, other.view, False)
         ttft_s = predict_ttft_s(request, choice, other.state) + other.round_trip_s
         if ttft_s < best_s:
             reason = f"its home cannot serve it; at {other.view.local.cluster}: {found.reason}"
-            best = found._replace(round_trip_s=other.round_trip_s, reason=reason)
+            taken = found._replace(round_trip_s=other.round_trip_s, reason=reason)
+            best = choice._replace(taken=taken)
             best_s, best_slot_s = ttft_s, slot_s
     return held if best is None or held_slot_s < best_slot_s else best
 

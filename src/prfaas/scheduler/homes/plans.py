@@ -10,11 +10,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from prfaas.config.deployment import ReplanSection
+from prfaas.errors import InputError
 from prfaas.planner.network.plan import NetworkPlan
 from prfaas.planner.network.problem import Home, NetworkProblem
 from prfaas.planner.network.solve import NetworkPlanner
-from prfaas.planner.problem import Problem
-from prfaas.scheduler.plan import Plan, Role, first_plan, hardware_for
+from prfaas.planner.problem import Pool, Problem
+from prfaas.scheduler.plan import (
+    Plan,
+    Role,
+    fill_roles,
+    first_plan,
+    hardware_for,
+    plan_for_nodes,
+    with_instances,
+)
 from prfaas.types import ClusterId, NodeId
 
 _STATED = "the deployment's stated traffic"
@@ -43,6 +52,77 @@ def first_plans(
     return plans
 
 
+def plans_for_nodes(
+    network: NetworkProblem,
+    roles: Mapping[ClusterId, Mapping[NodeId, Role | None]],
+    rules: ReplanSection,
+    now_s: float,
+    *,
+    reason: str,
+    policy: str,
+) -> dict[ClusterId, Plan]:
+    """Plans for the live nodes, with the rules of `plan_for_nodes`. The network has the live
+    instances. A PD cluster without one gets no plan, and the others serve their shares of the rest
+    of the traffic. Raises InputError where nothing can be served."""
+    live = _with_live_homes(network)
+    if len(live.homes) == 1 or policy == "local":
+        single = {}
+        for home in live.homes:
+            name, problem = home_name(home), hardware_for(policy, home.problem)
+            plan = plan_for_nodes(problem, roles[name], rules, now_s, reason=reason)
+            # Others that return later are to be planned together with this one.
+            lost = problem.remotes and len(network.homes) > 1
+            single[name] = replace(plan, together=(name,)) if lost else plan
+        return single
+    solved = solve_network(live)
+    given: dict[ClusterId, dict[NodeId, Role]] = {}
+    splits_differ = False
+    for home in live.homes:
+        name = home_name(home)
+        assert len(roles[name]) == home.problem.local.pool.instances
+        given[name], missing = fill_roles(roles[name], solved.home(name).n_prefill)
+        splits_differ |= missing != 0
+    if splits_differ:
+        solved = solve_network(with_splits(live, {n: count_prefill(r) for n, r in given.items()}))
+    made = {}
+    for home in live.homes:
+        name = home_name(home)
+        plan = plan_of_home(solved, home.problem, given[name], rules, reason=reason)
+        made[name] = replace(plan, made_s=now_s)
+    return made
+
+
+def _with_live_homes(network: NetworkProblem) -> NetworkProblem:
+    """The network without the PD clusters that have no instance."""
+    live = [home for home in network.homes if home.problem.local.pool.instances]
+    if not live:
+        names = ", ".join(home.cluster for home in network.homes)
+        raise InputError(
+            "no PD cluster has a live node, so that no request can be decoded",
+            where=names,
+            fix="start a node of one of these PD clusters",
+        )
+    whole = sum(home.share for home in live)
+    # Without any traffic at these PD clusters, each of them is as important as the others.
+    shares = [home.share / whole if whole > 0 else 1 / len(live) for home in live]
+    return NetworkProblem(
+        tuple(replace(home, share=share) for home, share in zip(live, shares, strict=True))
+    )
+
+
+def network_with(network: NetworkProblem, instances: Mapping[ClusterId, int]) -> NetworkProblem:
+    """The network with these live instances. A cluster that is not named keeps its instances."""
+
+    def live(problem: Problem) -> Problem:
+        def count(pool: Pool) -> int:
+            return instances.get(ClusterId(pool.cluster), pool.instances)
+
+        remotes = [count(remote.pool) for remote in problem.remotes]
+        return with_instances(problem, remotes, count(problem.local.pool))
+
+    return network.with_homes(live)
+
+
 def plan_of_home(
     solved: NetworkPlan,
     problem: Problem,
@@ -69,6 +149,7 @@ def plan_of_home(
         made_s=0.0,
         converted_s={},
         reason=reason,
+        together=tuple(sorted(ClusterId(home.cluster) for home in solved.homes)),
     )
 
 
@@ -97,12 +178,16 @@ def as_network(problem: Problem | NetworkProblem) -> NetworkProblem:
     return NetworkProblem((Home(1.0, problem),))
 
 
-def with_splits(network: NetworkProblem, prefills: Mapping[str, int]) -> NetworkProblem:
+def count_prefill(roles: Mapping[NodeId, Role]) -> int:
+    return sum(role == "prefill" for role in roles.values())
+
+
+def with_splits(network: NetworkProblem, prefills: Mapping[ClusterId, int]) -> NetworkProblem:
     """The network with given numbers of prefill instances. At least one instance decodes."""
 
     def fixed(problem: Problem) -> Problem:
         pool = problem.local.pool
-        split = max(min(prefills[pool.cluster], pool.instances - 1), 0)
+        split = max(min(prefills[ClusterId(pool.cluster)], pool.instances - 1), 0)
         return replace(problem, local=replace(problem.local, fixed_prefill=split))
 
     return network.with_homes(fixed)

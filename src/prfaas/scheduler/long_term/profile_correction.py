@@ -46,12 +46,21 @@ class ProfileCorrection:
         self._free_s.pop(node, None)
 
     def record_prefill(
-        self, cluster: ClusterId, node: NodeId, stated_s: float, sent_s: float, now_s: float
+        self,
+        cluster: ClusterId,
+        node: NodeId,
+        stated_s: float,
+        sent_s: float,
+        now_s: float,
+        *,
+        counts: bool = True,
     ) -> float:
         """Records the end of a prefill with the stated time `stated_s`. Returns its duration,
-        without the time in the node's queue."""
+        without the time in the node's queue. `counts`: whether the duration is evidence."""
         took_s = now_s - max(sent_s, self._free_s.get(node, sent_s))
         self._free_s[node] = now_s
+        if not counts:
+            return took_s
         count = self._warmups.get(node, 0)
         if count < self._rules.warmup_prefills:
             self._warmups[node] = count + 1

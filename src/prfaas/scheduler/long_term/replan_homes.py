@@ -15,7 +15,12 @@ from prfaas.errors import InputError
 from prfaas.planner.network.plan import NetworkPlan
 from prfaas.planner.network.problem import Home, NetworkProblem
 from prfaas.planner.problem import Problem
-from prfaas.scheduler.homes.plans import plan_of_home, solve_network, with_splits
+from prfaas.scheduler.homes.plans import (
+    count_prefill,
+    plan_of_home,
+    solve_network,
+    with_splits,
+)
 from prfaas.scheduler.long_term.replan import (
     convert_roles,
     describe_change,
@@ -44,27 +49,38 @@ class _Observed(NamedTuple):
 
     @property
     def n_prefill(self) -> int:
-        return sum(role == "prefill" for role in self.roles.values())
+        return count_prefill(self.roles)
 
 
 def replan_homes(
-    windows: Mapping[ClusterId, TrafficWindow], plans: Mapping[ClusterId, Plan]
+    windows: Mapping[ClusterId, TrafficWindow],
+    plans: Mapping[ClusterId, Plan],
+    stated_shares: Mapping[ClusterId, float] | None = None,
 ) -> dict[ClusterId, Plan]:
     """Better plans, of the PD clusters whose plan changes. A PD cluster without a live node keeps
-    its plan."""
+    its plan, and the others are planned without it until it returns. `stated_shares`: of traffic,
+    as the deployment file states them. They count until a PD cluster has a block of requests, as
+    the lengths of the present plan do."""
     if len(plans) == 1 or not any(plan.problem.remotes for plan in plans.values()):
         found = {name: replan(windows[name], plan) for name, plan in plans.items()}
         return {name: plan for name, plan in found.items() if plan is not None}
     seen = {
         name: _observe(window, plans[name]) for name, window in windows.items() if window.live_local
     }
+    if not seen:
+        return {}
+    live = tuple(sorted(seen))
+    # A PD cluster that is lost or returns is a change of hardware for all that share with it.
+    for name, home in seen.items():
+        if plans[name].together not in ((), live):
+            seen[name] = home._replace(hardware_changed=True)
     hardware_changed = any(home.hardware_changed for home in seen.values())
     fitted = [home.requests for home in seen.values() if math.isfinite(home.requests)]
     if not fitted and not hardware_changed:
         return {}
     noise = 1 / math.sqrt(min(fitted)) if fitted else 0.0
-    network = _network(seen, windows)
-    splits = {str(name): home.n_prefill for name, home in seen.items()}
+    network = _network(seen, windows, None if fitted else stated_shares)
+    splits = {name: home.n_prefill for name, home in seen.items()}
     try:
         here = solve_network(with_splits(network, splits))
     except InputError:
@@ -85,10 +101,7 @@ def replan_homes(
                 changed[name] = convert_roles(home.roles, step, plans[name], now_s)
                 roles[name] |= changed[name]
     if any(changed.values()):
-        splits = {
-            str(name): sum(role == "prefill" for role in given.values())
-            for name, given in roles.items()
-        }
+        splits = {name: count_prefill(given) for name, given in roles.items()}
         try:
             here = solve_network(with_splits(network, splits))
         except InputError:
@@ -118,10 +131,16 @@ def _observe(window: TrafficWindow, plan: Plan) -> _Observed:
 
 
 def _network(
-    seen: Mapping[ClusterId, _Observed], windows: Mapping[ClusterId, TrafficWindow]
+    seen: Mapping[ClusterId, _Observed],
+    windows: Mapping[ClusterId, TrafficWindow],
+    stated_shares: Mapping[ClusterId, float] | None,
 ) -> NetworkProblem:
-    counts = {name: len(windows[name].at_s) for name in seen}
-    total = max(sum(counts.values()), 1)
+    counts: dict[ClusterId, float]
+    if stated_shares is None:
+        counts = {name: len(windows[name].at_s) for name in seen}
+    else:
+        counts = {name: stated_shares[name] for name in seen}
+    total = sum(counts.values()) or 1.0
     shares = {name: max(count / total, _LEAST_SHARE) for name, count in counts.items()}
     whole = sum(shares.values())
     return NetworkProblem(

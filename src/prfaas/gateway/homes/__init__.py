@@ -1,0 +1,1 @@
+"""Several PD clusters at one gateway: homes of requests, and their shares of PrfaaS clusters."""
