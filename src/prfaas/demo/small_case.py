@@ -164,11 +164,21 @@ class FirstTokenStats:
     ttft_p90_s: float
 
 
-def first_token_stats(arrival_s: Array, first_token_s: Array, scales: Scales) -> FirstTokenStats:
+def counted_window_s(arrival_s: Array) -> tuple[float, float]:
+    """From the end of the warm-up to the last arrival."""
+    return float(arrival_s[int(len(arrival_s) * WARM_SHARE)]), float(arrival_s[-1])
+
+
+def first_token_stats(
+    arrival_s: Array,
+    first_token_s: Array,
+    scales: Scales,
+    window_s: tuple[float, float] | None = None,
+) -> FirstTokenStats:
     """First tokens per second between the end of the warm-up and the last arrival, and the TTFT of
     the requests that arrived and got a first token in that time. The arguments are in real
-    seconds."""
-    start_s, stop_s = arrival_s[int(len(arrival_s) * WARM_SHARE)], arrival_s[-1]
+    seconds. `window_s` is that time, where the requests are a part of all."""
+    start_s, stop_s = window_s or counted_window_s(arrival_s)
     inside = (first_token_s >= start_s) & (first_token_s <= stop_s)
     ttft_s = (first_token_s - arrival_s)[inside & (arrival_s >= start_s)] / scales.time
     if not ttft_s.size:

@@ -11,6 +11,7 @@ and plans in the scaled units. Rates become `1 / time` as large.
 
 from __future__ import annotations
 
+import math
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,7 +19,7 @@ import msgspec
 from prfaas.catalog import Catalog, DecodePoint, PrefillPoint, ProfileRecord
 from prfaas.catalog.models import GQAGroup, LinearGroup, Model, ModelGroup, WindowGroup
 from prfaas.config import Deployment
-from prfaas.config.deployment import AdaptiveSection, Link, WorkloadSection
+from prfaas.config.deployment import AdaptiveSection, Cluster, Link, WorkloadSection
 from prfaas.config.write import sparse, toml
 from prfaas.engine.emulated.pace import Scales, scaled_spec
 from prfaas.errors import InputError
@@ -62,6 +63,25 @@ def scaled_deployment(deployment: Deployment, scales: Scales) -> Deployment:
         scheduler=rules,
         cache=msgspec.structs.replace(deployment.cache, gb_per_node=gb),
     )
+
+
+def smaller_deployment(deployment: Deployment, share: float) -> Deployment:
+    """The deployment with this share of its instances, rounded up, and of the bandwidth between its
+    clusters. An instance and the fabric of a cluster stay as they are."""
+
+    def smaller(cluster: Cluster) -> Cluster:
+        instances = max(2 if cluster.kind == "pd" else 1, math.ceil(cluster.instances * share))
+        gpus = instances * cluster.gpus_per_instance
+        return msgspec.structs.replace(cluster, gpus=gpus, prefill=None, decode=None)
+
+    links = [
+        link
+        if link.source == link.target
+        else msgspec.structs.replace(link, gbps=link.gbps * share)
+        for link in deployment.links
+    ]
+    clusters = [smaller(cluster) for cluster in deployment.clusters]
+    return msgspec.structs.replace(deployment, clusters=clusters, links=links)
 
 
 def scaled_catalog(deployment: Deployment, catalog: Catalog, spec: KVSpec, scales: Scales) -> str:

@@ -10,9 +10,10 @@ well, and must not share code with the processes that it measures.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -25,6 +26,7 @@ from prfaas.errors import InputError
 TIMEOUT_S = 600.0  # from the beginning of a request to its last token
 CONNECT_S = 10.0
 TIMED_OUT = "timeout"
+_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -191,14 +193,16 @@ async def connect(
     key: str | None = None,
     model: str | None = None,
     timeout_s: float = TIMEOUT_S,
+    headers: Mapping[str, str] = _NO_HEADERS,
 ) -> AsyncIterator[Target]:
-    """Connects to a server. The target's model is `model`, or the first that the server lists."""
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    """Connects to a server. The target's model is `model`, or the first that the server lists.
+    Every request has `headers`."""
+    authorization = {} if key is None else {"Authorization": f"Bearer {key}"}
     # Open loop: the client does not limit the number of concurrent requests.
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),
         timeout=aiohttp.ClientTimeout(total=timeout_s, connect=CONNECT_S),
-        headers=headers,
+        headers={**headers, **authorization},
     ) as http:
         target = Target(http, url, clock, model)
         listed = [str(one["id"]) for one in await target.models()]
