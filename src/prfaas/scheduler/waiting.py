@@ -163,6 +163,10 @@ class WaitingRoom(Generic[T]):
     def count(self, cluster: ClusterId | None) -> int:
         return sum(len(queue.heap) for queue in self._queues.get(cluster, {}).values())
 
+    def tenants(self, cluster: ClusterId) -> Collection[str]:
+        """The tenants whose requests wait for the cluster."""
+        return self._queues.get(cluster, {}).keys()
+
     def put(self, item: T, hold: Hold, tenant: str = "") -> None:
         self._serial += 1
         self._count += 1
