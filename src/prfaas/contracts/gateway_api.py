@@ -11,15 +11,18 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-REPORT_PATH = "/prfaas/v1/gateway"
+REPORT_PATH = "/prfaas/v1/gateway"  # GET, under the member key
+DRAIN_PATH = "/prfaas/v1/drain"  # POST, under the operator key
 MAX_REPORT_BYTES = 1 << 20
 MAX_ROWS = 512  # requests whose lengths one report has
+MAX_REASON_CHARS = 4096
+MAX_COUNT, MAX_AMOUNT, MAX_AGE_S = 1 << 40, 1e12, 1e9
 
 _Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
-_Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
+_Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=MAX_AMOUNT)]
 _Share: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1)]
-_Age: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+_Age: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=MAX_AGE_S)]
 
 
 class HomePlan(msgspec.Struct, frozen=True):
@@ -28,9 +31,12 @@ class HomePlan(msgspec.Struct, frozen=True):
     threshold_tokens: _Count
     shares: dict[_Name, _Share]  # of the offloaded requests, by PrfaaS cluster
     roles: dict[_Name, Literal["prefill", "decode"]]  # by node
+    # Live ones that the plan counts on, of the PD cluster and of its PrfaaS clusters. Plans of two
+    # homes may count on different numbers at one PrfaaS cluster, because they were made apart.
+    instances: dict[_Name, _Count]
     capacity_rps: _Amount
     age_s: _Age  # since it was made
-    reason: Annotated[str, msgspec.Meta(max_length=4096)]
+    reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARS)]
     converted_age_s: dict[_Name, _Age] = {}  # since each node's latest change of role
 
 
@@ -40,7 +46,6 @@ class SharedPlan(msgspec.Struct, frozen=True):
     epoch: _Count
     number: _Count
     homes: dict[_Name, HomePlan]
-    instances: dict[_Name, _Count]  # live ones that the plan counts on, by cluster
     # Nodes that get no new requests, because they are about to change their role.
     draining: tuple[_Name, ...] = ()
 
@@ -67,6 +72,13 @@ class DrainOrder(msgspec.Struct, frozen=True):
     version: _Count
 
 
+class SetDrain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of an operator's `POST /prfaas/v1/drain`."""
+
+    cluster: _Name
+    drained: bool
+
+
 # Age in seconds, new tokens, cached tokens, output tokens, wait in seconds.
 TrafficRow: TypeAlias = tuple[_Age, _Count, _Count, _Count, _Amount]
 
@@ -82,5 +94,7 @@ class GatewayReport(msgspec.Struct, frozen=True):
     loads: dict[_Name, NodeLoad]  # by node, where there is any
     uses: dict[_Name, ClusterUse]  # by PrfaaS cluster
     drains: dict[_Name, DrainOrder]  # by cluster
-    first_row: _Count  # number of the first of `rows`
+    # Number of the first of `rows`, or of the next request where `rows` is empty. A gateway
+    # numbers its finished requests from 1. A poll names the last number that its sender has.
+    first_row: _Count
     rows: Annotated[tuple[TrafficRow, ...], msgspec.Meta(max_length=MAX_ROWS)]

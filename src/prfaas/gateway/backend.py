@@ -18,6 +18,7 @@ from prfaas.cache.hashing import PromptHashes
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.config import Deployment
 from prfaas.contracts.forms import choose_compat
+from prfaas.contracts.gateway_api import GatewayReport
 from prfaas.contracts.kvd_api import Heartbeat
 from prfaas.errors import InputError, RequestError
 from prfaas.gateway.decision_log import DecisionLog
@@ -118,15 +119,25 @@ class GatewayBackend:
     def plan(self) -> dict[str, Any]:
         return self._status.plan()
 
-    async def register(self, heartbeat: Heartbeat) -> None:
+    def gateway_report(self, after: int) -> GatewayReport | None:
+        return None
+
+    def drain(self, cluster: str, drained: bool) -> dict[str, Any]:
+        self._check_cluster(cluster)
+        raise RequestError(501, "not_implemented", "this gateway cannot drain clusters")
+
+    def _check_cluster(self, name: str) -> None:
         known = self.fleet.members.clusters
-        if heartbeat.cluster not in known:
+        if name not in known:
             raise RequestError(
                 400,
                 "unknown_cluster",
-                f"no cluster is named {heartbeat.cluster!r}; there are: {', '.join(known)}",
+                f"no cluster is named {name!r}; there are: {', '.join(known)}",
                 param="cluster",
             )
+
+    async def register(self, heartbeat: Heartbeat) -> None:
+        self._check_cluster(heartbeat.cluster)
         try:
             kvd_url = parse_peer_url(heartbeat.kvd_url, "kvd_url")
             if any(self.fleet.members.has(url) for url in (kvd_url, heartbeat.kvd_url)):

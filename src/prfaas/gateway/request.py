@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 
 from prometheus_client.core import Metric
 
+from prfaas.contracts.gateway_api import GatewayReport
 from prfaas.contracts.kvd_api import Heartbeat
 from prfaas.gateway.client.token_ids import TokenIds
 from prfaas.types import Form
@@ -123,3 +124,11 @@ class Backend(Protocol):
     async def register(self, heartbeat: Heartbeat) -> None:
         """Adds the kvd of the heartbeat to the fleet, once it has proved that it is a member.
         Raises `RequestError`."""
+
+    def gateway_report(self, after: int) -> GatewayReport | None:
+        """This gateway for the other gateways of the deployment, with the lengths of its requests
+        after the one of this number. None: the deployment has no other gateways."""
+
+    def drain(self, cluster: str, drained: bool) -> dict[str, Any]:
+        """Drains a cluster, which then gets no new requests, or ends that. Returns the order that
+        counts now. Raises `RequestError` for a cluster that is not in the deployment."""

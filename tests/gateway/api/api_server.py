@@ -19,6 +19,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from prfaas.clock import MonotonicClock
 from prfaas.config import Deployment, parse_deployment
+from prfaas.contracts.gateway_api import GatewayReport
 from prfaas.contracts.kvd_api import Heartbeat
 from prfaas.engine.checkpoint.tokenizer import save_tokenizer
 from prfaas.engine.emulated.pace import Scales
@@ -90,6 +91,8 @@ class OneNode:
     requests: list[GatewayRequest] = field(default_factory=list)
     traces: list[RequestTrace] = field(default_factory=list)
     heartbeats: list[Heartbeat] = field(default_factory=list)
+    report: Callable[[int], GatewayReport | None] = lambda after: None
+    drained: dict[str, bool] = field(default_factory=dict)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -135,6 +138,15 @@ class OneNode:
 
     async def register(self, heartbeat: Heartbeat) -> None:
         self.heartbeats.append(heartbeat)
+
+    def gateway_report(self, after: int) -> GatewayReport | None:
+        return self.report(after)
+
+    def drain(self, cluster: str, drained: bool) -> dict[str, Any]:
+        if cluster != "pd":
+            raise RequestError(400, "unknown_cluster", f"no cluster {cluster!r}", param="cluster")
+        self.drained[cluster] = drained
+        return {"cluster": cluster, "drained": drained}
 
 
 @dataclass(frozen=True, slots=True)

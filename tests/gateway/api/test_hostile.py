@@ -26,7 +26,8 @@ from tests.waiting import HANG_S, PATIENCE_S
 BODY_MB = 4
 SOON_S = 1.0  # the time limit of the server that gets slow requests
 GENERATING = ["/v1/completions", "/v1/chat/completions"]
-POSTED = [*GENERATING, "/prfaas/v1/explain", "/prfaas/v1/register"]
+LONG_BODIES = [*GENERATING, "/prfaas/v1/explain", "/prfaas/v1/register"]
+POSTED = [*LONG_BODIES, "/prfaas/v1/drain"]  # a long order is refused before it is read
 MANY = settings(max_examples=40, suppress_health_check=list(HealthCheck))
 
 
@@ -215,7 +216,7 @@ def test_long_bodies_that_are_not_a_request_get_a_reason(
 GOOD = b'{"prompt": [1], "max_tokens": 1}'
 
 
-@pytest.mark.parametrize("path", POSTED)
+@pytest.mark.parametrize("path", LONG_BODIES)
 @pytest.mark.parametrize(
     ("encoding", "body"),
     [

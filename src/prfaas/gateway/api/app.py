@@ -33,6 +33,7 @@ from prfaas.gateway.api.response_stream import ResponseStream
 from prfaas.gateway.api.start_limiter import StartLimiter
 from prfaas.gateway.api.tenants import AdmittedRequest, admit
 from prfaas.gateway.client.token_ids import TokenIds
+from prfaas.gateway.peers.paths import DeploymentPaths
 from prfaas.gateway.prompt_lists.fan_out import (
     PARALLEL_PROMPTS,
     FanOut,
@@ -107,6 +108,7 @@ class GatewayApi:
         app.router.add_get("/prfaas/v1/plan", self._plan)
         app.router.add_post("/prfaas/v1/explain", self._explain)
         app.router.add_post(REGISTER, self._register)
+        DeploymentPaths(self._backend, self._body_reader).add_to(app)
         return app
 
     @web.middleware

@@ -1,8 +1,8 @@
 """The gateway's credentials: which of them opens which path, and the tenants' cache salts.
 
 Tenant keys open /v1/*, /tokenize and /detokenize. The operator key opens /prfaas/v1/* and /metrics.
-The member key opens /prfaas/v1/register. Tenants do not share a cache: each tenant has its own
-salts.
+The member key opens /prfaas/v1/register, for kvds, and /prfaas/v1/gateway, for other gateways.
+Tenants do not share a cache: each tenant has its own salts.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from prfaas.contracts.gateway_api import REPORT_PATH
 from prfaas.errors import InputError, RequestError
 from prfaas.security.shared_key import SharedKey, bearer_token, digest
 from prfaas.service.probes import PROBE_PATHS
@@ -24,6 +25,16 @@ REGISTER = "/prfaas/v1/register"
 _TENANT_PREFIX = "/v1/"
 _TENANT_PATHS = frozenset({"/tokenize", "/detokenize"})
 _SALT_BYTES = 32
+_REGISTRATION_CLOSED = (
+    "registration_closed",
+    "kvds cannot register, because this gateway has no member key; set gateway.member_key_file, or "
+    "list the node in the deployment file",
+)
+_REPORT_CLOSED = (
+    "member_key_required",
+    "other gateways cannot read this gateway's report, because it has no member key; set "
+    "gateway.member_key_file",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +74,8 @@ class Keyring:
 
 
 class GatewayCredentials:
-    """Without any key every request is accepted, except that of a kvd to register: then the gateway
-    listens on loopback only."""
+    """Without any key every request is accepted, except those of members: then the gateway listens
+    on loopback only."""
 
     def __init__(
         self,
@@ -112,24 +123,23 @@ class GatewayCredentials:
         if path in OPEN_PATHS:
             return ""
         if path == REGISTER:
-            self._admit_member(authorization)
+            self._admit_member(authorization, _REGISTRATION_CLOSED)
+            return ""
+        if path == REPORT_PATH:
+            self._admit_member(authorization, _REPORT_CLOSED)
             return ""
         if path.startswith(_TENANT_PREFIX) or path in _TENANT_PATHS:
             return self._keyring.tenant(authorization)
         self._admit_operator(authorization)
         return ""
 
-    def _admit_member(self, authorization: str | None) -> None:
+    def _admit_member(self, authorization: str | None, closed: tuple[str, str]) -> None:
+        """`closed`: code and message of the error where this gateway has no member key."""
         if self._member is not None:
             if not self._member.accepts(authorization):
                 raise _unauthorized("the member key")
         elif not self._insecure:
-            raise RequestError(
-                403,
-                "registration_closed",
-                "kvds cannot register, because this gateway has no member key; set "
-                "gateway.member_key_file, or list the node in the deployment file",
-            )
+            raise RequestError(403, *closed)
 
     def _admit_operator(self, authorization: str | None) -> None:
         if self._operator is not None:

@@ -6,6 +6,13 @@ from typing import Annotated
 
 import msgspec
 
+from prfaas.contracts.gateway_api import (
+    DRAIN_PATH,
+    MAX_COUNT,
+    REPORT_PATH,
+    GatewayReport,
+    SetDrain,
+)
 from prfaas.contracts.kvd_api import Heartbeat
 from prfaas.contracts.openai import MAX_PROMPTS, ErrorBody, Usage
 from prfaas.gateway.api.credentials import OPEN_PATHS
@@ -33,7 +40,7 @@ _REASONS = {
     400: "The request is invalid; the message names the field.",
     401: "The key is missing or not valid.",
     403: "The path is closed, or the kvd is not a member.",
-    404: "The model or path does not exist.",
+    404: "The model or path does not exist, or the deployment has no other gateways.",
     408: "The request body did not arrive in time.",
     413: "The body is too large.",
     429: "Too many requests in flight; retry after Retry-After.",
@@ -53,7 +60,8 @@ class _ListedPrompt(msgspec.Struct, frozen=True):
 def openapi(*, with_keys: bool) -> bytes:
     """`with_keys`: requests of tenants and operators need a key."""
     texts = (TokenizeOptions, TokenizePrompt, TokenizeAnswer, Detokenize, DetokenizeAnswer)
-    kinds = (CompletionOptions, Prompt, _ListedPrompt, ChatOptions, Chat, Usage, Heartbeat, *texts)
+    members = (Heartbeat, GatewayReport, SetDrain)
+    kinds = (CompletionOptions, Prompt, _ListedPrompt, ChatOptions, Chat, Usage, *members, *texts)
     document = ApiDocument("prfaas gateway", kinds, ErrorBody, _REASONS)
     ref, add = document.ref, document.add
     prompt = {"anyOf": [ref(Prompt), ref(_ListedPrompt)]}
@@ -141,6 +149,27 @@ def openapi(*, with_keys: bool) -> bytes:
         {JSON: OBJECT},
         body=ref(Heartbeat),
         errors=(401, 403, *_READING, 500, 502),
+    )
+    add(
+        "get",
+        REPORT_PATH,
+        "Report of this gateway to another one, with the lengths of its requests after number "
+        "?after=. Needs the member key.",
+        {JSON: ref(GatewayReport)},
+        errors=(400, 401, 403, 404),
+        parameters=[
+            parameter(
+                "after", {"type": "integer", "minimum": 0, "maximum": MAX_COUNT, "default": 0}
+            )
+        ],
+    )
+    add(
+        "post",
+        DRAIN_PATH,
+        "Drain a cluster, which then gets no new requests, or end that. Needs the operator key.",
+        {JSON: OBJECT},
+        body=ref(SetDrain),
+        errors=(*operators, *_READING),
     )
     document.add_common(health={JSON: OBJECT})
     return document.encode(with_keys=with_keys, open_paths=OPEN_PATHS)
