@@ -5,10 +5,15 @@ decodes, no node can prefill for it, or every decode node is full. That costs a 
 the two PD clusters, which therefore must be known. A longer queue at home is no reason: the plan
 has given every PD cluster capacity for its own traffic, and a request that goes elsewhere takes it
 from the requests there.
+
+A full home may be full because its requests flood it. So another PD cluster takes its requests only
+while that costs its own requests nearly nothing: beyond a reserve of decode slots, and on a prefill
+node that is idle. The requests of a home that has lost its nodes may wait there in line.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -19,6 +24,11 @@ from prfaas.scheduler.short_term import route
 from prfaas.scheduler.state import ShortTermState
 from prfaas.scheduler.view import View
 from prfaas.scheduler.waiting import Hold
+
+# Decode slots that a PD cluster keeps free of requests of full homes: so many standard deviations
+# of its own planned number of requests there, but at most this part of its slots.
+_RESERVE_DEVIATIONS = 2.0
+_LARGEST_RESERVE = 0.25
 
 
 class HomeContext(NamedTuple):
@@ -48,28 +58,34 @@ def route_from(
     if not home.state.rules.decode_elsewhere or _has_decode_room(request, found, home.view):
         return found
     here_s = predict_ttft_s(request, Choice(found, home.view, False), home.state)
-    roomy = (other for other in others() if _can_decode_now(request, other.view))
-    taken = _serve_elsewhere(request, roomy, sooner_than_s=here_s)
+    roomy = (other for other in others() if _takes_guests(request, other))
+    taken = _serve_elsewhere(request, roomy, sooner_than_s=here_s, idle_only=True)
     return taken if isinstance(taken, Route) else found
 
 
 def _serve_elsewhere(
-    request: Request, others: Iterable[HomeContext], sooner_than_s: float = float("inf")
+    request: Request,
+    others: Iterable[HomeContext],
+    *,
+    sooner_than_s: float = math.inf,
+    idle_only: bool = False,
 ) -> Route | Hold | None:
     """The earliest first token among the other PD clusters. A hold, if each of them would hold the
     request, or if a decode slot is free earlier where it would be held: a PD cluster whose prefill
     nodes are idle must not draw more requests than it can decode. None if none of them can serve
-    it."""
+    it. `idle_only`: of their own prefill nodes, only an idle one may take it."""
     best: Route | None = None
     held: Hold | None = None
     best_s = sooner_than_s
-    best_slot_s = held_slot_s = float("inf")
+    best_slot_s = held_slot_s = math.inf
     for other in others:
         found = route(request, other.view, other.plan, other.state)
         slot_s = _slot_wait_s(other.view)
         if isinstance(found, Hold):
             if found.cluster is not None and slot_s < held_slot_s:
                 held, held_slot_s = found, slot_s
+            continue
+        if idle_only and _waits_for_prefill(found, other.view):
             continue
         choice = Choice(found, other.view, False)
         ttft_s = predict_ttft_s(request, choice, other.state) + other.round_trip_s
@@ -84,7 +100,7 @@ def _slot_wait_s(view: View) -> float:
     """Seconds until a request has a decode slot there. Infinite without a decode node."""
     ranks = view.local.ranks()
     if not ranks.active.nodes:
-        return float("inf")
+        return math.inf
     node = view.local.node(ranks.name(ranks.active.least()[1]))
     return max(node.active + 1 - node.slots, 0) / node.slots * view.costs.mean_hold_s
 
@@ -94,6 +110,26 @@ def _has_decode_room(request: Request, taken: Route, view: View) -> bool:
     for another one to end."""
     node = view.local.node(taken.decode)
     return node.active < node.slots and node.free_kv_bytes >= _kv_bytes(request, view)
+
+
+def _waits_for_prefill(taken: Route, view: View) -> bool:
+    """Whether the request waits in the queue of the PD cluster's own prefill node."""
+    own = taken.cluster == view.local.cluster and not taken.is_remainder
+    return own and view.local.node(taken.prefill).free_at_s > view.now_s
+
+
+def _takes_guests(request: Request, other: HomeContext) -> bool:
+    """Whether a PD cluster has decode slots to spare for requests of a full home. It keeps a
+    reserve for its own requests, whose number fluctuates by about the square root of the number
+    that the plan expects in its slots. The reserve is at most a part of the slots, so that a small
+    PD cluster can help, too."""
+    view = other.view
+    nodes = [node for node in view.local.nodes if node.usable and node.role == "decode"]
+    slots = sum(node.slots for node in nodes)
+    planned = other.plan.capacity_rps * view.costs.mean_hold_s
+    reserve = min(_RESERVE_DEVIATIONS * math.sqrt(planned), _LARGEST_RESERVE * slots)
+    free = slots - sum(node.active for node in nodes)
+    return free > reserve and _can_decode_now(request, view)
 
 
 def _can_decode_now(request: Request, view: View) -> bool:
