@@ -7,8 +7,8 @@ has given every PD cluster capacity for its own traffic, and a request that goes
 from the requests there.
 
 A full home may be full because its requests flood it. So another PD cluster takes its requests only
-while that costs its own requests nearly nothing: beyond a reserve of decode slots, and on a prefill
-node that is idle. The requests of a home that has lost its nodes may wait there in line.
+while that costs its own requests nearly nothing: beyond a reserve of decode slots, and with an idle
+prefill node or link. The requests of a home that has lost its nodes may wait there in line.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _serve_elsewhere(
     """The earliest first token among the other PD clusters. A hold, if each of them would hold the
     request, or if a decode slot is free earlier where it would be held: a PD cluster whose prefill
     nodes are idle must not draw more requests than it can decode. None if none of them can serve
-    it. `idle_only`: of their own prefill nodes, only an idle one may take it."""
+    it. `idle_only`: only with a prefill node or a link that is idle."""
     best: Route | None = None
     held: Hold | None = None
     best_s = sooner_than_s
@@ -85,7 +85,7 @@ def _serve_elsewhere(
             if found.cluster is not None and slot_s < held_slot_s:
                 held, held_slot_s = found, slot_s
             continue
-        if idle_only and _waits_for_prefill(found, other.view):
+        if idle_only and _is_in_the_way(found, other.view):
             continue
         choice = Choice(found, other.view, False)
         ttft_s = predict_ttft_s(request, choice, other.state) + other.round_trip_s
@@ -112,10 +112,13 @@ def _has_decode_room(request: Request, taken: Route, view: View) -> bool:
     return node.active < node.slots and node.free_kv_bytes >= _kv_bytes(request, view)
 
 
-def _waits_for_prefill(taken: Route, view: View) -> bool:
-    """Whether the request waits in the queue of the PD cluster's own prefill node."""
-    own = taken.cluster == view.local.cluster and not taken.is_remainder
-    return own and view.local.node(taken.prefill).free_at_s > view.now_s
+def _is_in_the_way(taken: Route, view: View) -> bool:
+    """Whether the route takes something that requests of the PD cluster itself use now: a busy
+    prefill node of its own, or a link to it with bytes on the way. Nodes of PrfaaS clusters are
+    shared in another way (`fair_shares`)."""
+    if taken.offloaded:
+        return view.links[taken.cluster, view.local.cluster].pending_bytes > 0
+    return not taken.is_remainder and view.local.node(taken.prefill).free_at_s > view.now_s
 
 
 def _takes_guests(request: Request, other: HomeContext) -> bool:
