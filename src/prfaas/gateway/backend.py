@@ -74,6 +74,7 @@ class BackendOptions:
 class GatewayBackend:
     """The `Backend` of a running gateway."""
 
+    # limits: the parts of the gateway that its API serves
     def __init__(
         self,
         fleet: Fleet,

@@ -28,10 +28,10 @@ class LinkMonitor:
         """Passes new link reports to the board, and logs links that were cut or restored."""
         now = self._clock.now()
         for link_id, stats in self._reports.collect(self._trusted(now), now).items():
-            if not self._board.has_link(link_id):
+            if self._board.link(link_id) is None:
                 continue  # between two PD clusters: no request is handed off over it
             self._board.record_link_report(link_id, stats)
-            if self._board.is_up(link_id):
+            if (link := self._board.link(link_id)) is not None and link.up:
                 if self._cut_s.pop(link_id, None) is not None:
                     log.info("link %s -> %s is restored", *link_id)
             elif link_id not in self._cut_s:

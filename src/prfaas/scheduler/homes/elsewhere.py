@@ -89,6 +89,15 @@ def route_from(
     return choice if taken is None or isinstance(taken.taken, Hold) else taken
 
 
+def route_elsewhere(
+    request: Request, others: Iterable[HomeContext], decide: Decide = decide_by_route
+) -> Choice | None:
+    """The choice for a request whose home has no plan. None if no other PD cluster can serve it."""
+    return _serve_elsewhere(
+        request, (other for other in others if other.state.rules.decode_elsewhere), decide
+    )
+
+
 def _serve_elsewhere(
     request: Request,
     others: Iterable[HomeContext],
