@@ -93,7 +93,8 @@ def drain(
 
     While a PrfaaS cluster is drained, other clusters prefill in its place. While a pd cluster is
     drained, requests that arrive there are served by another pd cluster that it has a link to.
-    The cluster stays drained, also after restarts of its nodes, until `--return`.
+    The gateways keep the order: the cluster stays drained, also after restarts of its nodes, until
+    `--return`, or until no gateway is left that knows of it.
 
     \b
     Exit codes:
