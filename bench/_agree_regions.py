@@ -34,12 +34,12 @@ from prfaas.launch.attached_process import attached_prefix
 from prfaas.launch.deployment import launched_hosts
 from prfaas.launch.scaling import smaller_deployment
 from prfaas.measure.machine import cpu_times
+from prfaas.scheduler.homes.elsewhere import round_trips
 from prfaas.scheduler.homes.plans import solve_network
 from prfaas.sim.arrivals import Arrivals, poisson_at_homes
 from prfaas.sim.config import SimConfig
 from prfaas.sim.results.result import Result
 from prfaas.sim.run import simulate
-from prfaas.studies.simulation_cases import round_trips
 
 TWO_BY_TWO = Path(__file__).parents[1] / "configs" / "two_by_two.toml"
 SHARE = 0.5  # of the instances and of the bandwidth: 13 hosts

@@ -19,6 +19,7 @@ from prfaas.errors import InputError
 from prfaas.planner.comparison import DEFAULT_UTILISATION
 from prfaas.planner.network.problem import NetworkProblem
 from prfaas.planner.problem import Problem
+from prfaas.scheduler.homes.elsewhere import round_trips
 from prfaas.scheduler.homes.plans import as_network, planned_rps
 from prfaas.sim.arrivals import Arrivals, poisson_at_homes, replay
 from prfaas.sim.config import SimConfig
@@ -39,7 +40,6 @@ from prfaas.studies.simulation_cases import (
     make_cases,
     planned_for,
     read_requests,
-    round_trips,
 )
 
 DEFAULT_REQUESTS = 10_000

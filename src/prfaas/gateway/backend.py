@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,12 @@ from prfaas.gateway.fleet.admission import Admission
 from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.fleet.membership import TooManyMembers
 from prfaas.gateway.fleet.polling import Poller
+from prfaas.gateway.homes.fair_access import FairAccess
 from prfaas.gateway.homes.request_homes import RequestHomes
 from prfaas.gateway.homes.traffic import HomeTraffic
-from prfaas.gateway.planning.coordination import Alone
+from prfaas.gateway.peers.drains import Drains
+from prfaas.gateway.peers.federation import Federation
+from prfaas.gateway.planning.coordination import Alone, Coordination
 from prfaas.gateway.planning.evacuation import Evacuations
 from prfaas.gateway.planning.long_term_loop import LongTermLoop
 from prfaas.gateway.planning.prefix_copies import PrefixCopies
@@ -48,6 +52,7 @@ from prfaas.http_client.peer_url import parse_peer_url
 from prfaas.lateness import BEAT_S, Lateness
 from prfaas.planner.network.problem import NetworkProblem
 from prfaas.planner.problem import Problem
+from prfaas.scheduler.homes.elsewhere import round_trips
 from prfaas.scheduler.homes.plans import as_network, home_name
 from prfaas.security.shared_key import SharedKey
 from prfaas.security.tls import TlsIdentity
@@ -78,11 +83,16 @@ class GatewayBackend:
         admission: Admission,
         status: GatewayStatus,
         clock: Clock,
+        drains: Drains,
+        report: Callable[[int], GatewayReport] | None,
     ) -> None:
+        """`report`: what the other gateways are told; None: there are none."""
         self.fleet = fleet
         self.router = router
         self.dispatcher = dispatcher
         self._homes = dispatcher.homes
+        self._drains = drains
+        self._report = report
         self._poller = poller
         self._admission = admission
         self._status = status
@@ -120,11 +130,13 @@ class GatewayBackend:
         return self._status.plan()
 
     def gateway_report(self, after: int) -> GatewayReport | None:
-        return None
+        return None if self._report is None else self._report(after)
 
     def drain(self, cluster: str, drained: bool) -> dict[str, Any]:
         self._check_cluster(cluster)
-        raise RequestError(501, "not_implemented", "this gateway cannot drain clusters")
+        order = self._drains.set(ClusterId(cluster), drained)
+        self.fleet.set_drained(self._drains.drained)
+        return {"cluster": cluster, "drained": order.drained, "version": order.version}
 
     def _check_cluster(self, name: str) -> None:
         known = self.fleet.members.clusters
@@ -189,7 +201,12 @@ async def running(
         background_calls = await stack.enter_async_context(BackgroundCalls(end_s))
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         lateness = Lateness(clock.now())
-        fleet = Fleet(deployment, problem, clock, lambda s: lateness.since(s, clock.now()))
+        network = as_network(problem)
+
+        def late_since(since_s: float) -> float:
+            return lateness.since(since_s, clock.now())
+
+        fleet = Fleet(deployment, network, clock, late_since)
         router = Router(
             fleet, deployment.scheduler, clock, decision_log, deployment.gateway, tenants
         )
@@ -197,11 +214,23 @@ async def running(
         copies = PrefixCopies(fleet, http, background_calls, clock)
         rules = deployment.scheduler.moves
         evacuations = Evacuations(fleet, copies, background_calls, clock, rules)
-        shares = {home_name(home): home.share for home in as_network(problem).homes}
+        shares = {home_name(home): home.share for home in network.homes}
         traffic = HomeTraffic(shares, clock.now(), deployment.scheduler.replan.window_s)
-        coordination = Alone(traffic.histories, plans=deployment.gateway.plans)
+        drains = Drains(fleet.members.clusters)
+        federation: Federation | None = None
+        coordination: Coordination = Alone(traffic.histories, plans=deployment.gateway.plans)
+        report: Callable[[int], GatewayReport] | None = None
+        queue_s = deployment.scheduler.adaptive.queue_s
+        fair = FairAccess(fleet, router.waiting_room, queue_s)
+        if deployment.gateways and options.cluster is not None:
+            federation = Federation(deployment, options.cluster, fleet, http, clock, late_since)
+            coordination = among = federation.coordination(network, traffic)
+            fair = FairAccess(fleet, router.waiting_room, queue_s, federation.peers.uses_of)
+            report = partial(federation.report, among, fair, drains)
+        if len(network.homes) > 1:
+            router.serve_several(fair, round_trips(deployment))
         roles = RoleChanges(fleet, evacuations, http, coordination)
-        planning = LongTermLoop(fleet, router, roles, deployment, problem, clock, coordination)
+        planning = LongTermLoop(fleet, router, roles, deployment, network, clock, coordination)
         for member in fleet.members:
             poller.start(member)
         loops = [
@@ -211,23 +240,32 @@ async def running(
             tasks.create_task(planning.run()),
         ]
         if deployment.gateway.plans:
-            replication = Replication(fleet, copies, evacuations, clock, rules)
+            replication = Replication(
+                fleet, copies, evacuations, clock, rules, lambda: coordination.plans
+            )
             loops.append(tasks.create_task(replication.run()))
+        if federation is not None:
+            loops.append(tasks.create_task(federation.run(router, drains)))
         budget = RetryBudget(max_attempts=deployment.gateway.max_attempts)
         hand_offs = HandOffs(fleet, http, background_calls, copies, clock)
         homes = RequestHomes(router, shares, options.cluster)
         dispatcher = Dispatcher(router, hand_offs, budget, traffic, homes, clock)
-        status = GatewayStatus(fleet, router, planning, budget, copies, clock, traffic.histories)
+        gateways = None if federation is None else partial(federation.state, among)
+        status = GatewayStatus(fleet, router, planning, budget, copies, clock, traffic, gateways)
         admission = Admission(
             options.member_key, strangers, timeouts.kvd_call_s, has_tls=options.tls is not None
         )
         try:
-            yield GatewayBackend(fleet, router, dispatcher, poller, admission, status, clock)
+            yield GatewayBackend(
+                fleet, router, dispatcher, poller, admission, status, clock, drains, report
+            )
         finally:
             await dispatcher.end(timeouts.cancel_s)
             for loop in loops:
                 loop.cancel()
             poller.stop()
+            if federation is not None:
+                await federation.leave()
 
 
 async def _measure_lateness(lateness: Lateness, fleet: Fleet, clock: Clock) -> None:

@@ -168,9 +168,10 @@ class Router:
         manager.observe(placement.prompt, match, now)
         on_prefill_end = partial(self._on_prefill_end, found.prefill)
         placement.booking = self._fleet.book(found, request.prompt_tokens, on_prefill_end)
-        self.waiting_room.record_dispatch(found.cluster, found.prefill_s, placement.queue)
+        weight = 1.0
         if self._shares is not None and found.offloaded:
-            self._shares.record(placement, found, now)
+            weight = self._shares.record(placement, found, now)
+        self.waiting_room.record_dispatch(found.cluster, found.prefill_s / weight, placement.queue)
         return None
 
     def close(self, booking: Booking) -> None:

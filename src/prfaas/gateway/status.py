@@ -14,12 +14,12 @@ from prfaas.contracts.kvd_api import PoolReport
 from prfaas.gateway.dispatch.attempts import RetryBudget
 from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.fleet.member import Member
+from prfaas.gateway.homes.traffic import HomeTraffic
 from prfaas.gateway.planning.long_term_loop import LongTermLoop
 from prfaas.gateway.planning.prefix_copies import PrefixCopies
 from prfaas.gateway.router import Router
 from prfaas.gateway.tenants import Tenants
 from prfaas.scheduler.explain import Explanation
-from prfaas.scheduler.long_term.traffic import TrafficHistory
 from prfaas.scheduler.plan import Plan
 from prfaas.scheduler.state import LinkState
 from prfaas.scheduler.view import LinkId, LinkView, View
@@ -40,15 +40,18 @@ class GatewayStatus:
         budget: RetryBudget,
         copies: PrefixCopies,
         clock: Clock,
-        traffic: Mapping[ClusterId, TrafficHistory],
+        traffic: HomeTraffic,
+        gateways: Callable[[], Mapping[str, Any]] | None = None,
     ) -> None:
+        """`gateways`: describes the gateways of the deployment, where there are several."""
         self._fleet = fleet
         self._router = router
         self._loop = loop
         self._budget = budget
         self._copies = copies
         self._clock = clock
-        self._traffic = traffic
+        self._traffic = traffic.histories
+        self._gateways = gateways
         self._started_s = clock.now()
 
     def state(self, in_flight: int) -> dict[str, Any]:
@@ -83,6 +86,7 @@ class GatewayStatus:
                 "denied": self._budget.denied,
             },
             "moves": self._moves(),
+            **({} if self._gateways is None else self._gateways()),
         }
 
     def unready_reason(self) -> str:

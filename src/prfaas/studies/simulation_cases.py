@@ -27,7 +27,7 @@ from prfaas.scheduler.homes.plans import as_network
 from prfaas.scheduler.view import LinkId
 from prfaas.sim.arrivals import Arrivals
 from prfaas.sim.config import CacheConfig, RateChange, SimConfig, link_id
-from prfaas.types import BlockHash, ClusterId
+from prfaas.types import BlockHash
 
 Policy: TypeAlias = Literal["paper", "adaptive", "local", "remote"]
 POLICIES: tuple[Policy, ...] = ("paper", "adaptive", "local", "remote")
@@ -128,18 +128,6 @@ def routed_by(policy: Policy, rules: SchedulerSection, base: SimConfig) -> SimCo
 
 def cache_config(deployment: Deployment) -> CacheConfig:
     return CacheConfig(bytes_per_node=deployment.cache.gb_per_node * 1e9)
-
-
-def round_trips(deployment: Deployment) -> dict[LinkId, float]:
-    """Seconds between every two pd clusters that have a link, whichever direction it is stated
-    for."""
-    names = [cluster.name for cluster in deployment.of_kind("pd")]
-    found: dict[LinkId, float] = {}
-    for one, other in itertools.permutations(names, 2):
-        link = deployment.link(one, other) or deployment.link(other, one)
-        if link is not None:
-            found[ClusterId(one), ClusterId(other)] = link.rtt_ms / 1e3
-    return found
 
 
 def link_changes(

@@ -44,7 +44,7 @@ from prfaas.gateway.placement import PlacementRequest
 from prfaas.gateway.request import GatewayRequest, RequestTrace
 from prfaas.gateway.router import Router
 from prfaas.scheduler.request import Request
-from prfaas.types import NodeId
+from prfaas.types import ClusterId, NodeId
 
 _LOG = logging.getLogger(__name__)
 _LOST = 424  # of a decode node: the state is not there any more; the node is healthy
@@ -119,7 +119,7 @@ class Dispatcher:
                     else:
                         trace.first_token_s = self._clock.now()
                         yield answer
-                        self._observe(answer, trace, prompt, booking)
+                        self._observe(answer, trace, prompt, home)
                         return
                 await attempts.back_off()
         finally:
@@ -275,13 +275,12 @@ class Dispatcher:
         return status.state == "released" and status.reason == OTHER_PROMPT
 
     def _observe(
-        self, answer: NodeResponse, trace: RequestTrace, prompt: PromptHashes, booking: Booking
+        self, answer: NodeResponse, trace: RequestTrace, prompt: PromptHashes, home: ClusterId
     ) -> None:
-        """A request counts as traffic of the PD cluster that has decoded it."""
         if answer.complete:
             cached = min(trace.cached_tokens, prompt.tokens - 1)
             self.traffic.observe(
-                booking.route.decode_cluster,
+                home,
                 self._clock.now(),
                 prompt.tokens - cached,
                 cached,

@@ -76,7 +76,7 @@ class Fleet:
         self.prefixes = CachedPrefixes(self.manager, self.board)
         # The nodes in use, by KV format: hand-offs and copies stay within one of these sets.
         self.sets: tuple[frozenset[NodeId], ...] = ()
-        self.drained: Collection[ClusterId] = ()  # clusters that get no new requests
+        self.drained: frozenset[ClusterId] = frozenset()  # clusters that get no new requests
         # What other gateways have at a node.
         self._others_at: Callable[[NodeId], OthersWork] = lambda _: NO_WORK
         # Set when a node came into use or went out of use; the long-term loop waits for it.
@@ -191,6 +191,14 @@ class Fleet:
         if member is not None:
             member.kvd_failed_s = self._clock.now()
             self.refresh()
+
+    def set_drained(self, clusters: frozenset[ClusterId]) -> None:
+        """These clusters get no new requests, and all others do."""
+        for cluster in clusters ^ self.drained:
+            log.info("%s is %s", cluster, "drained" if cluster in clusters else "in use again")
+        self.drained = clusters
+        self.refresh()
+        self.changed.set()
 
     # Roles and work -------------------------------------------------------------------------------
 

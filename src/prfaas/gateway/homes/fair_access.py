@@ -1,19 +1,94 @@
-"""interim"""
+"""Each home gets its share of the PrfaaS clusters: holds requests of a home that is ahead of it.
+
+The rule is `scheduler/homes/fair_shares.py`. This module knows what this gateway has dispatched,
+and asks what the other gateways have.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 
-from prfaas.gateway.placement import PlacementRequest
+from prfaas.contracts.gateway_api import ClusterUse
+from prfaas.gateway.fleet.fleet import Fleet
+from prfaas.gateway.placement import PlacementRequest, home_of
+from prfaas.scheduler.homes.fair_shares import SharedCluster, ShareUses, share_hold, weights_of
 from prfaas.scheduler.plan import Plan
 from prfaas.scheduler.request import Route
-from prfaas.scheduler.waiting import Hold
+from prfaas.scheduler.waiting import Hold, WaitingRoom
 from prfaas.types import ClusterId
+
+# What other gateways take of a PrfaaS cluster at a time, by home.
+OtherUses = Callable[[ClusterId, float], Mapping[ClusterId, ClusterUse]]
+
+
+def nobody_else(cluster: ClusterId, now_s: float) -> Mapping[ClusterId, ClusterUse]:
+    return {}
 
 
 class FairAccess:
-    def follow(self, plans: Mapping[ClusterId, Plan]) -> None: ...
-    def find_hold(self, placement: PlacementRequest, found: Route, now_s: float) -> Hold | None:
-        return None
+    def __init__(
+        self,
+        fleet: Fleet,
+        waiting_room: WaitingRoom[PlacementRequest],
+        queue_s: float,
+        other_uses: OtherUses = nobody_else,
+    ) -> None:
+        """`queue_s`: prefill work that keeps a node busy."""
+        self._fleet = fleet
+        self._waiting_room = waiting_room
+        self._queue_s = queue_s
+        self._other_uses = other_uses
+        self._uses = ShareUses()
+        self._weights: Mapping[ClusterId, Mapping[ClusterId, float]] = {}
 
-    def record(self, placement: PlacementRequest, found: Route, now_s: float) -> None: ...
+    def follow(self, plans: Mapping[ClusterId, Plan]) -> None:
+        """The plans' flows are the shares from now on."""
+        self._weights = {cluster: weights_of(plans, cluster) for cluster in self._fleet.remotes}
+
+    def find_hold(self, placement: PlacementRequest, found: Route, now_s: float) -> Hold | None:
+        """The hold of a request whose home is ahead of its share; None: it may go."""
+        weights = self._weights.get(found.cluster)
+        if weights is None or placement.home not in weights:
+            return None
+        used_s = dict(self._uses.of_homes(found.cluster, now_s))
+        wanting = set(self._wanting(found.cluster))
+        for home, use in self._other_uses(found.cluster, now_s).items():
+            if home in weights:
+                used_s[home] = used_s.get(home, 0.0) + use.used_s
+                if use.wants:
+                    wanting.add(home)
+        shared = SharedCluster(found.cluster, weights, used_s, wanting & weights.keys())
+        return share_hold(
+            found,
+            placement.request,
+            placement.home,
+            shared,
+            self._fleet.board.node(found.prefill),
+            now_s,
+            stated_s=self._stated_s(placement, found),
+            queue_s=self._queue_s,
+        )
+
+    def record(self, placement: PlacementRequest, found: Route, now_s: float) -> float:
+        """Counts a dispatch towards the share of its home. Returns the home's weight."""
+        stated_s = self._stated_s(placement, found)
+        self._uses.record(found.cluster, placement.home, stated_s, now_s)
+        return self._weights.get(found.cluster, {}).get(placement.home, 1.0)
+
+    def uses_of(self, homes: Iterable[ClusterId], now_s: float) -> dict[str, ClusterUse]:
+        """What these homes take of each PrfaaS cluster by this gateway."""
+        counted = list(homes)
+        found = {}
+        for cluster in self._fleet.remotes:
+            used_s = sum(self._uses.used_s(cluster, home, now_s) for home in counted)
+            wants = any(home in counted for home in self._wanting(cluster))
+            if used_s or wants:
+                found[str(cluster)] = ClusterUse(used_s, wants)
+        return found
+
+    def _wanting(self, cluster: ClusterId) -> Iterable[ClusterId]:
+        return (home_of(queue) for queue in self._waiting_room.tenants(cluster))
+
+    def _stated_s(self, placement: PlacementRequest, found: Route) -> float:
+        new = placement.request.prompt_tokens - found.cached_tokens
+        return self._fleet.pace.stated_s(found, max(new, 0), found.cached_tokens)

@@ -1,4 +1,4 @@
-"""The traffic that this gateway has served, by the PD cluster that decoded it. Bookkeeping only."""
+"""The traffic that this gateway has served, by the PD cluster at which it arrived. Bookkeeping."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from prfaas.scheduler.long_term.traffic import TrafficHistory
 from prfaas.types import ClusterId
 
-# Cluster, time, new tokens, cached tokens, output tokens, wait in seconds.
-Observer = Callable[[ClusterId, float, int, int, int, float], None]
+# Time, new tokens, cached tokens, output tokens, wait in seconds.
+Observer = Callable[[float, int, int, int, float], None]
 
 
 class HomeTraffic:
@@ -22,14 +22,14 @@ class HomeTraffic:
 
     def observe(
         self,
-        cluster: ClusterId,
+        home: ClusterId,
         at_s: float,
         new_tokens: int,
         cached_tokens: int,
         output_tokens: int,
         wait_s: float,
     ) -> None:
-        history = self.histories[cluster]
+        history = self.histories[home]
         history.observe(at_s, new_tokens, cached_tokens, output_tokens, wait_s)
         if self._also is not None:
-            self._also(cluster, at_s, new_tokens, cached_tokens, output_tokens, wait_s)
+            self._also(at_s, new_tokens, cached_tokens, output_tokens, wait_s)

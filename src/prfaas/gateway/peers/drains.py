@@ -42,9 +42,9 @@ class Drains:
     def orders(self) -> Mapping[ClusterId, DrainOrder]:
         return self._orders
 
-    def is_drained(self, cluster: ClusterId) -> bool:
-        order = self._orders.get(cluster)
-        return order is not None and order.drained
+    @property
+    def drained(self) -> frozenset[ClusterId]:
+        return frozenset(cluster for cluster, order in self._orders.items() if order.drained)
 
     def set(self, cluster: ClusterId, drained: bool) -> DrainOrder:
         """A new order, which counts from now on. The cluster is one of the deployment's."""

@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 from prfaas.clock import Clock
 from prfaas.config.deployment import GatewayEntry
@@ -23,6 +22,7 @@ from prfaas.contracts.gateway_api import (
     SharedPlan,
 )
 from prfaas.errors import ConnectionLost, PeerError
+from prfaas.gateway.fleet.prefill_work import OthersWork
 from prfaas.gateway.peers.drains import merge_orders
 from prfaas.gateway.peers.peer import Peer, PeerStatus
 from prfaas.gateway.peers.plan_codec import aged
@@ -36,14 +36,6 @@ from prfaas.types import ClusterId, NodeId
 POLL_S = 0.25
 ANSWER_S = 1.0  # for one report
 _POLL_LIMIT_S = 2 * ANSWER_S  # with the time to connect
-
-
-class OthersWork(NamedTuple):
-    """What the other gateways have at one node."""
-
-    prefills: int
-    work_s: float
-    decodes: int
 
 
 @dataclass(frozen=True, slots=True)

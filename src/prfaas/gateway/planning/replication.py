@@ -10,7 +10,7 @@ all requests with the prefix would wait at its holder for as long as a copy take
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from prfaas.clock import Clock
 from prfaas.config.deployment import MovesSection
@@ -36,12 +36,15 @@ class Replication:
         evacuations: Evacuations,
         clock: Clock,
         rules: MovesSection,
+        may_copy: Callable[[], bool],
     ) -> None:
+        """`may_copy`: whether this gateway plans now; of several, only that one copies."""
         self._fleet = fleet
         self._copies = copies
         self._evacuations = evacuations
         self._clock = clock
         self._rules = rules
+        self._may_copy = may_copy
         self._started_s = -math.inf  # the latest copy
         self._copied_s: dict[tuple[NodeId, Compat | None, BlockHash], float] = {}
         self._evacuated: set[NodeId] = set()  # nodes whose engine is gone
@@ -57,6 +60,8 @@ class Replication:
 
     def step(self) -> None:
         """Starts the copies that are worth making now."""
+        if not self._may_copy():
+            return
         self._fleet.failures.contain("replication", self._evacuate_leaving)
         if self._rules.replicate:
             self._fleet.failures.contain("replication", self._replicate)

@@ -1,0 +1,172 @@
+"""Shares of PrfaaS clusters between the PD clusters that use them. Pure, apart from `ShareUses`.
+
+The plan gives every home some of the prefill seconds of each PrfaaS cluster: its weight there. A
+home whose requests flood the cluster must not take the part of the others. So its requests wait at
+the router while the home has had more than its share:
+
+    another home's requests wait for the cluster    the free node is for them
+    the node has enough work already                the request would stand before theirs
+
+Once requests of a home wait, its later requests do not pass them on the way to a busy node. The
+home that is behind its share takes no notice of all that: its requests go to the node at once.
+
+A share that its home does not use is not lost: a request of any home gets a node that is free. The
+gateway and the simulator both ask `share_hold` before every dispatch to a PrfaaS cluster. With one
+home there is nothing to share, and they do not ask.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from prfaas.planner.workload import weighted_sum
+from prfaas.scheduler.homes.shares import shares_of
+from prfaas.scheduler.plan import Plan
+from prfaas.scheduler.request import Request, Route
+from prfaas.scheduler.view import NodeView
+from prfaas.scheduler.waiting import Hold
+from prfaas.types import ClusterId
+
+TIME_CONSTANT_S = 20.0  # after which an earlier use counts 1/e
+IDLE_S = 1.0  # a node that was idle for longer is free for every home
+LEAST_WEIGHT = 0.01  # of the largest weight at the cluster: a home without a planned flow
+
+
+# Weights -----------------------------------------------------------------------------------------
+
+
+def planned_work(plan: Plan) -> dict[ClusterId, float]:
+    """Prefill seconds per second that the plan sends to each PrfaaS cluster, at its capacity."""
+    work = plan.problem.workload
+    _, long = work.divided(plan.threshold_tokens)
+    new, cached, weight = work.new[long], work.cached[long], work.weight[long]
+    shares = shares_of(plan)
+    planned = {}
+    for remote in plan.problem.remotes:
+        name = ClusterId(remote.pool.cluster)
+        seconds = weighted_sum(remote.pool.profile.seconds(new, cached), weight)
+        planned[name] = plan.capacity_rps * shares[name] * seconds
+    return planned
+
+
+def weights_of(plans: Mapping[ClusterId, Plan], cluster: ClusterId) -> dict[ClusterId, float]:
+    """The weight of every home at a PrfaaS cluster, above 0. Equal ones where no plan uses it."""
+    planned = {home: planned_work(plan).get(cluster, 0.0) for home, plan in plans.items()}
+    largest = max(planned.values(), default=0.0)
+    if largest <= 0:
+        return dict.fromkeys(planned, 1.0)
+    return {home: max(work, LEAST_WEIGHT * largest) for home, work in planned.items()}
+
+
+# Uses --------------------------------------------------------------------------------------------
+
+
+class ShareUses:
+    """The prefill seconds that each home has lately dispatched to each PrfaaS cluster. They decay
+    with time, so that a home pays for a flood only for a while. They are seconds that the profiles
+    state, so that gateways with different corrections of them count alike."""
+
+    def __init__(self, time_constant_s: float = TIME_CONSTANT_S) -> None:
+        """A deployment with shorter prefills, such as one for tests, may have a shorter one."""
+        self._time_constant_s = time_constant_s
+        self._used: dict[ClusterId, dict[ClusterId, float]] = {}  # by cluster and home
+        self._at_s: dict[ClusterId, float] = {}  # of the values in `_used`
+
+    def record(self, cluster: ClusterId, home: ClusterId, stated_s: float, now_s: float) -> None:
+        """A request of the home was dispatched to the cluster."""
+        used = self._at(cluster, now_s)
+        used[home] = used.get(home, 0.0) + stated_s
+
+    def replace(self, cluster: ClusterId, home: ClusterId, used_s: float, now_s: float) -> None:
+        """What another router says about its own dispatches. It replaces what it said before."""
+        self._at(cluster, now_s)[home] = used_s
+
+    def used_s(self, cluster: ClusterId, home: ClusterId, now_s: float) -> float:
+        return self._at(cluster, now_s).get(home, 0.0)
+
+    def of_homes(self, cluster: ClusterId, now_s: float) -> Mapping[ClusterId, float]:
+        """The use of every home that has used the cluster. Valid until the next call."""
+        return self._at(cluster, now_s)
+
+    def _at(self, cluster: ClusterId, now_s: float) -> dict[ClusterId, float]:
+        used = self._used.setdefault(cluster, {})
+        past_s = now_s - self._at_s.get(cluster, now_s)
+        if past_s > 0:
+            factor = math.exp(-past_s / self._time_constant_s)
+            for home in used:
+                used[home] *= factor
+        if past_s >= 0:
+            self._at_s[cluster] = now_s
+        return used
+
+
+# Decisions ---------------------------------------------------------------------------------------
+
+
+def is_ahead(
+    home: ClusterId,
+    used_s: Mapping[ClusterId, float],
+    weights: Mapping[ClusterId, float],
+    others: Collection[ClusterId],
+    margin_s: float = 0.0,
+) -> bool:
+    """Whether one of the `others` has had less of its share than this home. `margin_s`: prefill
+    seconds that the home may have had more."""
+    return _behind(home, used_s, weights, others, margin_s) is not None
+
+
+def _behind(
+    home: ClusterId,
+    used_s: Mapping[ClusterId, float],
+    weights: Mapping[ClusterId, float],
+    others: Collection[ClusterId],
+    margin_s: float,
+) -> ClusterId | None:
+    had = (used_s.get(home, 0.0) - margin_s) / weights[home]
+    for other in others:
+        if other != home and used_s.get(other, 0.0) / weights[other] < had:
+            return other
+    return None
+
+
+class SharedCluster(NamedTuple):
+    """A PrfaaS cluster as its homes share it now."""
+
+    cluster: ClusterId
+    weights: Mapping[ClusterId, float]  # of all homes
+    used_s: Mapping[ClusterId, float]  # by home; 0 where none is given
+    wanting: Collection[ClusterId]  # homes whose requests wait for room there
+
+
+def share_hold(
+    found: Route,
+    request: Request,
+    home: ClusterId,
+    shared: SharedCluster,
+    node: NodeView,
+    now_s: float,
+    *,
+    stated_s: float,
+    queue_s: float,
+) -> Hold | None:
+    """The hold of a request that has the route `found` to a PrfaaS cluster, but whose home is ahead
+    of its share there; None: it may go. `node` is the prefill node of the route, `stated_s` the
+    stated duration of the prefill, and `queue_s` the prefill work that keeps a node busy.
+
+    A home may be ahead by the request's own prefill. Without that, two homes that send what the
+    plan gives them would hold each other's requests in turn."""
+    wait_s = node.free_at_s - now_s
+    if wait_s < -IDLE_S:
+        return None
+    cluster, busy = shared.cluster, wait_s > queue_s
+    others: Collection[ClusterId] = shared.weights if busy else shared.wanting
+    behind = _behind(home, shared.used_s, shared.weights, others, stated_s)
+    if behind is not None:
+        reason = f"{behind} has had less of its share of {cluster}"
+    elif busy and home in shared.wanting:
+        reason = f"other requests of {home} wait for {cluster}"
+    else:
+        return None
+    return Hold(reason, cluster, found.prefill_s, request.arrived_s)
