@@ -62,8 +62,8 @@ def test_uses_add_up_and_decay() -> None:
     st.lists(st.tuples(st.sampled_from([EAST, WEST]), st.floats(0.01, 60.0)), max_size=30),
     st.floats(0.0, 5.0),
 )
-def test_at_most_one_home_is_ahead(
-    dispatched: list[tuple[ClusterId, float]], margin: float
+def test_two_homes_are_not_both_ahead(
+    dispatched: list[tuple[ClusterId, float]], margin_s: float
 ) -> None:
     uses = ShareUses()
     for number, (home, stated_s) in enumerate(dispatched):
