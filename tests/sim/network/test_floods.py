@@ -19,9 +19,9 @@ from tests.scheduler.homes.networks import ROUND_TRIPS
 FILE = Path(__file__).parents[3] / "configs" / "two_by_two.toml"
 NETWORK = NetworkStudy(FILE, "exact").network(load_deployment(FILE))
 PLANNED_RPS = planned_rps(NETWORK, "paper")
-CALM = 0.9  # of the planned rate
+CALM = 1.0  # of the planned rate
 FLOOD = 3.0
-SECONDS = 900.0
+SECONDS = 600.0
 
 
 def requests(*factors: float) -> Arrivals:
