@@ -21,7 +21,7 @@ NETWORK = NetworkStudy(FILE, "exact").network(load_deployment(FILE))
 PLANNED_RPS = planned_rps(NETWORK, "paper")
 CALM = 1.0  # of the planned rate
 FLOOD = 3.0
-SECONDS = 600.0
+SECONDS = 900.0
 
 
 def requests(*factors: float) -> Arrivals:
