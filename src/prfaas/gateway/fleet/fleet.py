@@ -21,8 +21,8 @@ from prfaas.gateway.fleet.booking import Booking
 from prfaas.gateway.fleet.cached_prefixes import CachedPrefixes, Pool, pools_of
 from prfaas.gateway.fleet.formats import sets_of
 from prfaas.gateway.fleet.gateway_work import GatewayWork
-from prfaas.gateway.fleet.link_monitor import LinkMonitor
-from prfaas.gateway.fleet.link_reports import LinkReports
+from prfaas.gateway.fleet.links.monitor import LinkMonitor
+from prfaas.gateway.fleet.links.reports import LinkReports
 from prfaas.gateway.fleet.liveness import Liveness
 from prfaas.gateway.fleet.member import Member, Part
 from prfaas.gateway.fleet.membership import Membership

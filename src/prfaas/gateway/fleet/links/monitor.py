@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from prfaas.clock import Clock
-from prfaas.gateway.fleet.link_reports import LinkReports
+from prfaas.gateway.fleet.links.reports import LinkReports
 from prfaas.gateway.fleet.member import Member
 from prfaas.gateway.fleet.membership import Membership
 from prfaas.scheduler.board import Board
