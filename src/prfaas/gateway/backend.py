@@ -241,9 +241,7 @@ async def running(
             tasks.create_task(planning.run()),
         ]
         if deployment.gateway.plans:
-            replication = Replication(
-                fleet, copies, evacuations, clock, rules, lambda: coordination.plans
-            )
+            replication = Replication(fleet, copies, evacuations, clock, rules)
             loops.append(tasks.create_task(replication.run()))
         if federation is not None:
             loops.append(tasks.create_task(federation.run(router, drains)))

@@ -109,7 +109,7 @@ async def started(clock: FakeClock, fleet: Fleet, steps_at_s: Sequence[float]) -
     async with open_client() as http, BackgroundCalls(0.0) as background_calls:
         copies = PrefixCopies(fleet, http, background_calls, clock)
         evacuations = Evacuations(fleet, copies, background_calls, clock, rules)
-        replication = Replication(fleet, copies, evacuations, clock, rules, lambda: True)
+        replication = Replication(fleet, copies, evacuations, clock, rules)
         for at_s in steps_at_s:
             clock.advance(at_s - clock.now())
             replication.step()
@@ -184,7 +184,7 @@ async def test_a_prefix_of_a_second_pool_goes_to_the_second_pool_of_another_node
         member_of(fleet, B).kvd_url = kvd.url
         copies = PrefixCopies(fleet, http, background_calls, clock)
         evacuations = Evacuations(fleet, copies, background_calls, clock, rules)
-        Replication(fleet, copies, evacuations, clock, rules, lambda: True).step()
+        Replication(fleet, copies, evacuations, clock, rules).step()
         (asked,) = await kvd.requested("POST /v1/pull")
         assert asked["source"] == member_of(fleet, A).kvd_url
         assert asked["compat"] == msgspec.to_builtins(native_compat())

@@ -10,6 +10,7 @@ from prfaas.gateway.fleet.member import Member
 from prfaas.gateway.fleet.membership import Membership
 from prfaas.scheduler.board import Board
 from prfaas.scheduler.view import LinkId
+from prfaas.types import ClusterId
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,10 @@ class LinkMonitor:
         """How long the link has been cut; 0 when it is up."""
         since_s = self._cut_s.get(link_id)
         return 0.0 if since_s is None else self._clock.now() - since_s
+
+    def leads(self, source: ClusterId, target: ClusterId) -> bool:
+        """Whether the deployment states a link from one cluster to another one."""
+        return source != target and self._reports.is_stated((source, target))
 
     def relay_between(self, source: Member, target: Member) -> str | None:
         """Address of the relay through which the source's kvd reaches the target's; None: the
