@@ -32,6 +32,27 @@ async def test_a_cut_link_is_not_used_until_it_is_restored() -> None:
     assert (await place(router, placement(2 * LONG, clock)))[0] == F
 
 
+@pytest.mark.parametrize("gone", ["the receiver", "the sender"])
+async def test_a_link_that_nobody_reports_on_does_not_stay_cut(gone: str) -> None:
+    """A kvd forgets a receiver that is gone. Nothing is sent over a cut link, so that without this
+    rule no report would ever say that the link is restored."""
+    clock = FakeClock()
+    fleet, router = fleet_and_router(clock)
+    link = (fleet.remotes[0], fleet.homes[0])
+    stats = LinkStats("b:7400", 1.0, 0, 0.0, 1000, 0, waited_s=1.0)
+    fleet.record_report(member_of(fleet, F), report("f", links=(stats,)))
+    step(fleet, router)
+    clock.advance(1.0)
+    assert fleet.links.cut_for_s(link) == 1.0
+    if gone == "the receiver":
+        fleet.record_report(member_of(fleet, F), report("f"))
+    else:
+        fleet.record_kvd_failure(F)
+    step(fleet, router)
+    assert fleet.links.cut_for_s(link) == 0.0
+    assert (seen := fleet.board.link(link)) is not None and seen.up
+
+
 @pytest.mark.parametrize("model", ["another-model", None])
 async def test_a_member_that_does_not_serve_the_model_does_not_judge_links(
     model: str | None,

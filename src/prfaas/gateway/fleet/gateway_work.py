@@ -21,6 +21,7 @@ class GatewayWork:
         self._clock = clock
         self._work: dict[NodeId, PrefillWork] = {}
         self._others_at: Callable[[NodeId], OthersWork] = lambda _: NO_WORK
+        self._others_ended_s: dict[NodeId, float] = {}  # when others last had a prefill there
 
     def share_with(self, others_at: Callable[[NodeId], OthersWork]) -> None:
         """Other gateways send requests to the same nodes. `others_at` returns what they have at a
@@ -32,6 +33,7 @@ class GatewayWork:
 
     def remove(self, node: NodeId) -> None:
         del self._work[node]
+        self._others_ended_s.pop(node, None)
 
     def of(self, node: NodeId) -> PrefillWork:
         return self._work[node]
@@ -46,6 +48,12 @@ class GatewayWork:
     def has_other_prefills(self, node: NodeId) -> bool:
         """Whether other gateways prefill there."""
         return self._others_at(node).prefills > 0
+
+    def idle_since_s(self, node: NodeId) -> float | None:
+        """Since when no gateway has a prefill at the node; None: one has."""
+        if self.prefills_at(node) or self.has_other_prefills(node):
+            return None
+        return max(self._work[node].ended_s, self._others_ended_s.get(node, 0.0))
 
     def record_load(self, node: NodeId, load: Load, own: int, asked_s: float) -> None:
         """Passes an engine's load to the board. `own` is `prefills_at` the node when it was
@@ -62,6 +70,8 @@ class GatewayWork:
         gateways use, and of PD clusters; what decodes is seen when an engine is polled."""
         now = self._clock.now()
         for node, work in self._work.items():
+            if self._others_at(node).prefills:
+                self._others_ended_s[node] = now
             if self._board.node(node).role == "prefill":
                 work_s = work.left_s(now) + self._others_at(node).work_s
                 decoding = self._board.own_requests(node).decoding

@@ -52,6 +52,11 @@ class PrefillWork:
             self._since_s = now_s
         return True
 
+    @property
+    def ended_s(self) -> float:
+        """When the last prefill ended, if there is none now."""
+        return self._since_s
+
     def left_s(self, now_s: float) -> float:
         if not self._jobs:
             return 0.0

@@ -14,8 +14,9 @@ from prfaas.gateway.placement import PlacementRequest, home_of
 from prfaas.scheduler.homes.fair_shares import SharedCluster, ShareUses, share_hold, weights_of
 from prfaas.scheduler.plan import Plan
 from prfaas.scheduler.request import Route
+from prfaas.scheduler.view import NodeView
 from prfaas.scheduler.waiting import Hold, WaitingRoom
-from prfaas.types import ClusterId
+from prfaas.types import ClusterId, NodeId
 
 # What other gateways take of a PrfaaS cluster at a time, by home.
 OtherUses = Callable[[ClusterId, float], Mapping[ClusterId, ClusterUse]]
@@ -63,7 +64,7 @@ class FairAccess:
             placement.request,
             placement.home,
             shared,
-            self._fleet.board.node(found.prefill),
+            self._node(found.prefill),
             now_s,
             stated_s=self._stated_s(placement, found),
             queue_s=self._queue_s,
@@ -85,6 +86,13 @@ class FairAccess:
             if used_s or wants:
                 found[str(cluster)] = ClusterUse(used_s, wants)
         return found
+
+    def _node(self, name: NodeId) -> NodeView:
+        """The node with the time since when it is idle. A report that it is idle makes the board
+        forget since when."""
+        node = self._fleet.board.node(name)
+        idle_s = self._fleet.work.idle_since_s(name)
+        return node if idle_s is None else node._replace(free_at_s=min(node.free_at_s, idle_s))
 
     def _wanting(self, cluster: ClusterId) -> Iterable[ClusterId]:
         return (home_of(queue) for queue in self._waiting_room.tenants(cluster))

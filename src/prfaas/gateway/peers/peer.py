@@ -16,6 +16,7 @@ from prfaas.types import ClusterId, NodeId
 
 log = logging.getLogger(__name__)
 
+OVERDUE_S = 0.75  # work that is left, at least, at a node with a prefill
 ALIVE_S = 1.5  # since the latest report; two polls may be lost
 
 
@@ -84,6 +85,9 @@ class Peer:
         if found is None or not self.is_alive(now_s):
             return None
         left_s = max(found.work_s - max(now_s - self._heard_s, 0.0), 0.0)
+        if found.prefills:
+            # A prefill that takes longer than predicted keeps its node busy all the same.
+            left_s = max(left_s, OVERDUE_S)
         return NodeLoad(found.prefills, left_s, found.decodes)
 
     def use_of(self, cluster: ClusterId, now_s: float, decay_s: float) -> ClusterUse | None:

@@ -6,7 +6,7 @@ is the sum over its senders.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
@@ -30,6 +30,7 @@ class LinkReports:
         }
         self._reported_s: dict[tuple[str, str], float] = {}  # kvd, peer: the latest report's time
         self._stalled_s: dict[LinkId, float] = {}  # links over which no byte passes, since when
+        self._cut: set[LinkId] = set()  # links without a connection, as last reported
 
     def is_stated(self, link_id: LinkId) -> bool:
         return link_id in self._relays
@@ -61,9 +62,23 @@ class LinkReports:
                 late_s = receivers.late_s(link_id[1], stats.peer)
                 found.setdefault(link_id, []).append(discount(stats, late_s))
         self._reported_s = reported_s
-        return {
+        reports = {
             link_id: self._without_stalled(link_id, combine(found[link_id], now_s), now_s)
             for link_id in fresh
+        }
+        reports |= self._forgotten(found, now_s)
+        for link_id, stats in reports.items():
+            (self._cut.discard if stats.connections else self._cut.add)(link_id)
+        return reports
+
+    def _forgotten(self, found: Collection[LinkId], now_s: float) -> dict[LinkId, LinkStats]:
+        """Links that were cut, and on which no sender reports any more: a kvd forgets a receiver
+        that is gone, and a sender may be gone itself. Nothing waits for such a link, so that it
+        counts as up until the next transfer shows otherwise; if it stayed cut, none would."""
+        return {
+            link_id: LinkStats("", now_s, 1, 0.0, 0, 0)
+            for link_id in self._cut
+            if link_id not in found
         }
 
     def _without_stalled(self, link_id: LinkId, stats: LinkStats, now_s: float) -> LinkStats:
