@@ -25,11 +25,11 @@ from prfaas.scheduler.homes.plans import solve_network
 from prfaas.scheduler.plan import find_optimum, hardware_for
 
 OFFERED = 0.6  # of what is left can serve
-CALM_S = 20.0  # of load before a step: the nodes have work then
+CALM_S = 30.0  # of load before a step: the nodes have work then
 LEFT_S = 30.0  # until the plan of what is left
 FULL_S = 60.0  # until the full plan, after the return
 PLANNER_S = 10.0  # until another gateway plans
-MORE_S = 15.0  # of load after all is back
+MORE_S = 30.0  # of load after all is back
 WINDOW_S = 15.0  # in which first tokens are counted
 BACK = 0.9  # of the requests of the same seconds have a first token: the rate is back
 EMPTY_S = 120.0  # for a drained cluster to finish its requests
@@ -86,6 +86,7 @@ class Step:
     full_rate_s: float | None
     p90_ttft_s: float
     shared_epochs: dict[int, list[str]]
+    used_again: int | None = None  # requests that a returned cluster has served
     planner_s: float | None = None  # until another gateway planned
     epochs: tuple[int, int] | None = None  # of the killed gateway, and of the next
 
@@ -118,12 +119,18 @@ def step_checks(step: Step) -> list[Check]:
             str(step.shared_epochs or none),
         ),
     ]
+    if step.used_again is not None:
+        checks.append(_again(step.name, step.used_again))
     if step.is_of_planner:
         checks.append(_within(f"{step.name}: another gateway plans", step.planner_s, PLANNER_S))
         before, after = step.epochs or (0, 0)
         claim = f"{step.name}: the next epoch is higher"
         checks.append(Check(claim, after > before, f"{before}, then {after}"))
     return checks
+
+
+def _again(name: str, requests: int) -> Check:
+    return Check(f"{name}: serves again", requests > 0, f"{requests} requests")
 
 
 def _within(claim: str, seconds: float | None, limit_s: float) -> Check:
@@ -143,10 +150,11 @@ async def lose_cluster(world: World, cluster: str, lost_s: float, seed: int) -> 
     began_s = world.clock.now()
     await world.start_nodes(cluster)
     loss = loss._replace(until_s=world.clock.now())
-    await _return(world, load, loss)
+    await _return(world, load)
     live = world.instances | {cluster: 0}
     kind = "PD" if cluster in world.homes else "PrfaaS"
-    return _step(world, f"{kind} cluster {cluster}", load, loss, began_s, live, world.homes)
+    step = _step(world, f"{kind} cluster {cluster}", load, loss, began_s, live, world.homes)
+    return replace(step, used_again=_uses(world, load, cluster, loss.until_s))
 
 
 async def lose_planner(world: World, lost_s: float, seed: int) -> Step:
@@ -160,7 +168,7 @@ async def lose_planner(world: World, lost_s: float, seed: int) -> Step:
     began_s = world.clock.now()
     await world.start_gateway(home)
     loss = loss._replace(until_s=world.clock.now())
-    await _return(world, load, loss)
+    await _return(world, load)
     others = [other for other in world.homes if other != home]
     step = _step(world, f"gateway of {home}", load, loss, began_s, world.instances, others)
     following = planner_since(world.watch.samples, others, epoch, loss.from_s)
@@ -183,7 +191,7 @@ def _longest_s(lost_s: float) -> float:
     return CALM_S + lost_s + 300.0 + FULL_S + MORE_S
 
 
-async def _return(world: World, load: Load, loss: Loss) -> None:
+async def _return(world: World, load: Load) -> None:
     """Load until all gateways follow the full plan, and for a while after it."""
 
     def is_back() -> bool:
@@ -193,7 +201,8 @@ async def _return(world: World, load: Load, loss: Loss) -> None:
     await world.until(is_back, FULL_S)
     await asyncio.sleep(MORE_S)
     await load.stop()
-    await world.lines.wait_for([one.id for one in load.asked if one.error is not None])
+    # Of a request that a killed gateway had, there is no line.
+    await world.lines.wait_for([one.id for one in load.asked if one.error is None])
 
 
 def _step(
@@ -251,6 +260,7 @@ class Drain:
     full_plan_s: float | None  # from the second order until the full plan
     served_elsewhere: int  # requests that would have used the cluster, while it was empty
     served_there: int  # requests that used it nevertheless
+    used_again: int  # requests that it served after the return
 
 
 def drain_checks(found: Drain) -> list[Check]:
@@ -265,6 +275,7 @@ def drain_checks(found: Drain) -> list[Check]:
             found.served_elsewhere > 0 and found.served_there == 0,
             f"{found.served_elsewhere} elsewhere, {found.served_there} there",
         ),
+        _again(found.cluster, found.used_again),
     ]
     return checks
 
@@ -292,9 +303,7 @@ async def drain_cluster(world: World, cluster: str, drained_s: float, seed: int)
     await asyncio.sleep(drained_s)
     returned_s = world.clock.now()
     await world.order_drain(cluster, drained=False)
-    loss = Loss(cluster, "nodes", math.inf, math.inf)  # nothing was lost: no request is excused
-    await _return(world, load, loss)
-    await world.lines.wait_for([one.id for one in load.asked])
+    await _return(world, load)
     until_s = max((one.sent_s for one in load.asked), default=returned_s)
     live = world.instances | {cluster: 0}
     samples = [sample for sample in world.watch.samples if sample.at_s >= ordered_s]
@@ -321,7 +330,14 @@ async def drain_cluster(world: World, cluster: str, drained_s: float, seed: int)
             for one, there in zip(meanwhile, used, strict=True)
             if one.first_s is not None and one.first_s <= returned_s
         ),
+        used_again=_uses(world, load, cluster, returned_s),
     )
+
+
+def _uses(world: World, load: Load, cluster: str, from_s: float) -> int:
+    """Requests sent from then on that have completed, and have used the cluster."""
+    asked = [one for one in load.asked if one.sent_s >= from_s and one.error is None]
+    return sum(cluster in _clusters_used(world, one) for one in asked)
 
 
 def _clusters_used(world: World, asked: Asked) -> set[str]:

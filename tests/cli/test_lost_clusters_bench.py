@@ -234,6 +234,8 @@ def missed(checks: list[Any]) -> list[str]:
 
 def test_the_goals_of_a_loss() -> None:
     assert missed(modes.step_checks(step())) == []
+    assert missed(modes.step_checks(step(used_again=2))) == []
+    assert missed(modes.step_checks(step(used_again=0))) == ["cluster west: serves again"]
     assert missed(modes.step_checks(step(planner_s=4.0, epochs=(3, 4)))) == []
     bad = step(
         tally=requests.Tally(100, 97, 1, 0, ["one"], ["another"], {}),
@@ -251,10 +253,12 @@ def test_the_goals_of_a_loss() -> None:
 
 def test_the_goals_of_a_drain() -> None:
     tally = requests.Tally(50, 50, 0, 0, [], [], {})
-    good = modes.Drain("west", 0.5, tally, 20.0, 3.0, 3.0, 8, 0)
+    good = modes.Drain("west", 0.5, tally, 20.0, 3.0, 3.0, 8, 0, 4)
     assert missed(modes.drain_checks(good)) == []
-    bad = modes.Drain("west", 0.5, requests.Tally(50, 49, 1, 0, [], [], {}), None, None, 61.0, 8, 1)
-    assert len(missed(modes.drain_checks(bad))) == 5
+    bad = modes.Drain(
+        "west", 0.5, requests.Tally(50, 49, 1, 0, [], [], {}), None, None, 61.0, 8, 1, 0
+    )
+    assert len(missed(modes.drain_checks(bad))) == 6
 
 
 def test_the_goals_of_a_flood() -> None:
