@@ -146,6 +146,10 @@ class Unreachable(ConnectionLost):
     """No connection to the peer could be made: it refuses them, or its host does not answer."""
 
 
+class Refused(Unreachable):
+    """The peer's host refuses connections: no process listens at the address."""
+
+
 class WireError(PeerError):
     """Bytes that are not our protocol, or break its limits; the connection cannot be used again."""
 

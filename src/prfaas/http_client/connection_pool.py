@@ -11,7 +11,7 @@ from typing import TypeAlias
 from urllib.parse import urlsplit
 
 from prfaas.config.gateway import DEFAULTS
-from prfaas.errors import ConnectionLost, Unreachable
+from prfaas.errors import ConnectionLost, Refused, Unreachable
 from prfaas.http_client.connection import PAUSED_S, Connection
 
 CONNECT_S = DEFAULTS.timeouts.connect_s
@@ -65,7 +65,8 @@ class ConnectionPool:
         except TimeoutError:
             raise Unreachable(f"{self._url}: not connected in time") from None
         except (OSError, ValueError) as error:  # ValueError: a host name that IDNA or TLS refuses
-            raise Unreachable(f"{self._url}: {error}") from None
+            kind = Refused if isinstance(error, ConnectionRefusedError) else Unreachable
+            raise kind(f"{self._url}: {error}") from None
         self._open.add(connection)
         return connection
 

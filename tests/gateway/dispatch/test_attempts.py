@@ -5,13 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.config.gateway import DEFAULTS
-from prfaas.errors import RequestError
+from prfaas.errors import ConnectionLost, RequestError
 from prfaas.gateway.client.node_client import Load
-from prfaas.gateway.dispatch.attempts import (
-    Attempts,
-    RetryBudget,
-)
-from prfaas.gateway.dispatch.handoff import AttemptFailed, DecodeNodeFull
+from prfaas.gateway.dispatch.attempts import LOSSES_S, Attempts, RetryBudget
+from prfaas.gateway.dispatch.handoff import AttemptFailed, DecodeNodeFull, record_lost_engine
 from prfaas.gateway.request import RequestTrace
 from prfaas.gateway.router import Router
 from prfaas.testing.clock import FakeClock
@@ -134,7 +131,58 @@ async def test_retries_after_a_silence_take_nothing_from_the_budget() -> None:
         assert subject.avoid == {B}
         booking.close(clock.now())
     assert (budget.left, budget.spent, budget.denied) == (0.0, 30, 0)
-    assert not budget.take(MAX_ATTEMPTS, silent=True), "the attempts of one request are bounded"
+    assert not budget.take(MAX_ATTEMPTS, known_fault=True), (
+        "the attempts of one request are bounded"
+    )
+
+
+async def test_the_death_of_a_node_takes_one_retry_from_the_budget() -> None:
+    """Of a node at which more requests were under way than the budget has retries, none is lost."""
+    clock = FakeClock()
+    fleet, router = fleet_and_router(clock)
+    budget = RetryBudget(left=1.0)
+    booking = await router.place(placement(LONG, clock), 1.0)
+    for _ in range(30):
+        subject = Attempts(fleet, budget, clock, RequestTrace(clock.now(), attempts=1))
+        lost = record_lost_engine(fleet, B, ConnectionLost("closed by the peer"))
+        subject.record_failure(AttemptFailed("closed", B, lost=lost), booking)
+    assert (budget.left, budget.spent, budget.denied) == (0.0, 30, 0)
+
+
+async def test_a_node_that_breaks_one_connection_after_the_other_takes_a_retry_for_each() -> None:
+    """Its faults differ: it answers polls in between, and gets new requests."""
+    clock = FakeClock()
+    fleet, router = fleet_and_router(clock)
+    budget = RetryBudget(left=2.0)
+    booking = await router.place(placement(LONG, clock), 1.0)
+
+    def lose() -> None:
+        subject = Attempts(fleet, budget, clock, RequestTrace(clock.now(), attempts=1))
+        lost = record_lost_engine(fleet, B, ConnectionLost("closed by the peer"))
+        subject.record_failure(AttemptFailed("closed", B, lost=lost), booking)
+        clock.advance(0.5)
+        found = member_of(fleet, B)
+        fleet.record_load(found, Load(0, 0), leaving=False, asked_s=clock.now(), own=0)
+
+    lose()
+    lose()
+    with pytest.raises(RequestError, match="closed"):
+        lose()
+
+
+async def test_a_request_that_loses_a_second_node_waits_before_it_tries_a_third() -> None:
+    """The nodes of a cluster that is lost die within a moment, and then refuse connections, which
+    costs no attempt."""
+    clock = FakeClock()
+    fleet, router = fleet_and_router(clock)
+    subject = Attempts(fleet, RetryBudget(), clock, RequestTrace(clock.now(), attempts=1))
+    booking = await router.place(placement(LONG, clock), 1.0)
+    waits = []
+    for node in (B, C):
+        lost = record_lost_engine(fleet, node, ConnectionLost("closed by the peer"))
+        subject.record_failure(AttemptFailed("closed", node, lost=lost), booking)
+        waits.append(subject.backoff_s)
+    assert waits == [0.0, LOSSES_S]
 
 
 def test_a_quiet_time_saves_up_retries_up_to_the_limit() -> None:

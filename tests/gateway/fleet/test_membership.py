@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from prfaas.config.gateway import DEFAULTS
-from prfaas.errors import MalformedResponse, Unreachable
-from prfaas.gateway.client.node_client import Card
+from prfaas.errors import MalformedResponse, Refused, Unreachable
+from prfaas.gateway.client.node_client import Card, Load
 from prfaas.gateway.fleet.member import Member
 from prfaas.gateway.fleet.membership import Membership
 from prfaas.testing.clock import FakeClock
@@ -151,6 +151,22 @@ def test_a_node_that_has_just_fallen_silent_keeps_its_place_in_the_plan() -> Non
     assert B not in fleet.members.expected_nodes(member.cluster, clock.now()), "it refuses"
     clock.advance(TIMEOUTS.hung_s)
     assert not fleet.members.expected_nodes(member.cluster, clock.now())
+
+
+def test_a_node_that_has_exited_leaves_the_plan_and_does_not_return_to_it_as_silent() -> None:
+    fleet, _ = fleet_and_router(clock := FakeClock())
+    member = member_of(fleet, B)
+    clock.advance(TIMEOUTS.node_poll_s)
+    fleet.record_problem(member, "engine", Refused("http://b:1: connection refused"))
+    assert B not in fleet.members.expected_nodes(member.cluster, clock.now())
+    clock.advance(TIMEOUTS.unresponsive_s)
+    assert member.is_silent(clock.now()) and not member.has_hung(clock.now())
+    assert B not in fleet.members.expected_nodes(member.cluster, clock.now())
+    fleet.record_card(member, Card("m", None, ours=True))
+    fleet.record_load(member, Load(0, 0), leaving=False, asked_s=clock.now() + 0.1, own=0)
+    clock.advance(0.2)
+    fleet.record_report(member, report("b"))
+    assert member.is_alive(clock.now()), "it has returned"
 
 
 def test_a_process_cannot_change_its_format() -> None:

@@ -5,6 +5,10 @@ part of a retry to the budget, every retry takes a whole one. Retries that follo
 purpose, or an attempt that no node has received, are free. A node that falls silent is one fault,
 however many requests wait for it: their retries take nothing from the budget. They cannot double
 the load for long, because the node gets no new requests, and each request has a few attempts only.
+The same holds for a node that dies: the first request that loses it takes a retry, and the others
+that were under way there take none. When all nodes of a cluster die at once, a request could lose
+one after the other before the gateway knows; from the second loss on it waits a moment, after
+which the dead ones refuse connections.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from prfaas.gateway.request import RequestTrace
 from prfaas.types import NodeId
 
 RETRY_AFTER_S = 1.0  # sent to a client whose request has failed too often
+LOSSES_S = 0.5  # in which all processes of a cluster die
 
 
 @dataclass(slots=True)
@@ -38,13 +43,13 @@ class RetryBudget:
     def add_request(self) -> None:
         self.left = min(self.limit, self.left + self.per_request)
 
-    def take(self, attempts: int, *, silent: bool = False) -> bool:
-        """Whether a request that has made `attempts` attempts may make one more. `silent`: the
-        latest has ended because a node fell silent."""
-        if attempts >= self.max_attempts or (self.left < 1 and not silent):
+    def take(self, attempts: int, *, known_fault: bool = False) -> bool:
+        """Whether a request that has made `attempts` attempts may make one more. `known_fault`: the
+        latest has ended with others, because a node fell silent or died."""
+        if attempts >= self.max_attempts or (self.left < 1 and not known_fault):
             self.denied += 1
             return False
-        self.left -= 0 if silent else 1
+        self.left -= 0 if known_fault else 1
         self.spent += 1
         return True
 
@@ -62,7 +67,8 @@ class Attempts:
         self._until_s = clock.now() + fleet.timeouts.queue_s
         self._failed_at: set[NodeId] = set()
         self._full: set[NodeId] = set()
-        self._backoff_s = 0.0
+        self.backoff_s = 0.0  # before the next attempt
+        self._losses = 0  # connections to nodes that have broken
 
     @property
     def avoid(self) -> frozenset[NodeId]:
@@ -83,7 +89,7 @@ class Attempts:
         is_free = is_free or failure.no_remainder
         if is_free:
             self._trace.attempts -= 1
-        elif not self._budget.take(self._trace.attempts, silent=failure.silent):
+        elif not self._budget.take(self._trace.attempts, known_fault=_is_known(failure)):
             raise RequestError(
                 503,
                 "upstream_failed",
@@ -93,6 +99,10 @@ class Attempts:
         self._failed_at.update(failure.avoid)
         if failure.prefill and booking.route.offloaded and not left:
             self._failed_at.update(self._fleet.members.remote_nodes())
+        if failure.lost is not None and not failure.unsent:
+            self._losses += 1
+            if self._losses > 1:
+                self.backoff_s = min(LOSSES_S, self.time_left_s())
 
     def _has_left_on_purpose(self, failure: AttemptFailed) -> bool:
         """Whether the attempt failed because a node drains, or has just exited after that."""
@@ -108,13 +118,16 @@ class Attempts:
         if self._fleet.has_free_decode_node(full.cluster, self._full):
             return
         self._full.clear()
-        self._backoff_s = full.retry_after_s
-        if self._backoff_s > self.time_left_s():
-            raise RequestError(
-                503, "overloaded", str(full), retry_after_s=self._backoff_s
-            ) from None
+        self.backoff_s = full.retry_after_s
+        if self.backoff_s > self.time_left_s():
+            raise RequestError(503, "overloaded", str(full), retry_after_s=self.backoff_s) from None
 
     async def back_off(self) -> None:
-        if self._backoff_s:
-            await asyncio.sleep(self._backoff_s)
-            self._backoff_s = 0.0
+        if self.backoff_s:
+            await asyncio.sleep(self.backoff_s)
+            self.backoff_s = 0.0
+
+
+def _is_known(failure: AttemptFailed) -> bool:
+    """Whether other requests have failed of the same fault before, or do so now."""
+    return failure.silent or (failure.lost is not None and failure.lost.known)

@@ -228,13 +228,16 @@ class Dispatcher:
                 )
                 raise AttemptFailed(str(error), route.decode, decode_only=True) from None
             raise_client_error(error)
-            unsent = record_lost_engine(self._fleet, route.decode, error) and hand_off is None
+            lost = record_lost_engine(self._fleet, route.decode, error)
+            unsent = lost.unsent and hand_off is None
             if isinstance(error, PeerHttpError) and error.status == _LOST:
                 # It had less cached than the index claims, if it was to prefill the remainder.
                 raise AttemptFailed(
                     str(error), prefill=True, no_remainder=route.is_remainder
                 ) from None
-            raise AttemptFailed(str(error), route.decode, unsent=unsent) from None
+            raise AttemptFailed(
+                str(error), route.decode, unsent=unsent, lost=lost.if_broke
+            ) from None
         if hand_off is None:
             # An answer that does not stream arrives as a whole.
             booking.landed(self._clock.now(), is_first_token=request.stream)

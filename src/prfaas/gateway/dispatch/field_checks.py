@@ -111,7 +111,10 @@ class FieldChecks:
             await self._ask(NodeClient(self._http, url, self._fleet.timeouts), card, request)
         except PeerError as error:
             raise_client_error(error)
-            leaves = decode.node is not None and record_lost_engine(self._fleet, decode.node, error)
+            leaves = (
+                decode.node is not None
+                and record_lost_engine(self._fleet, decode.node, error).unsent
+            )
             if leaves or not isinstance(error, PeerHttpError):
                 avoid = () if decode.node is None else (decode.node,)
                 # No node has the request yet: a decode engine that restarts costs it no attempt.

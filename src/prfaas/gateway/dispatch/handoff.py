@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -41,10 +41,23 @@ from prfaas.types import BlockHash, ClusterId, Grant, NodeId, NotNow, TransferId
 # A prefill waits for its copies at most `prefix_copy_s` plus this multiple of their predicted time.
 _COPY_TIMES = 4.0
 _CHECK_S = 1.0
+_LOSS_S = 0.1  # in which a connection to a process that has died breaks
 _ABORT_ATTEMPTS = 3  # a transfer that is not aborted keeps its memory until its grant expires
 _INCOMPATIBLE = "incompatible"  # the error code of a kvd whose engine has another KV format
 LONG_TOKENS = 8_192  # hashing more would block the event loop: a thread does it
 _CLIENT_ERRORS = (400, 404, 413, 422)  # statuses that another node would answer with as well
+
+
+class NodeLoss(NamedTuple):
+    """How a call to a node has failed."""
+
+    unsent: bool  # the node has computed nothing for the call
+    broke: bool  # the connection could not be made, or broke
+    known: bool  # earlier calls have failed there since the node was last alive
+
+    @property
+    def if_broke(self) -> NodeLoss | None:
+        return self if self.broke else None
 
 
 class AttemptFailed(Exception):
@@ -59,11 +72,13 @@ class AttemptFailed(Exception):
         no_remainder: bool = False,
         unsent: bool = False,
         silent: bool = False,
+        lost: NodeLoss | None = None,
     ) -> None:
         super().__init__(reason)
         self.avoid = avoid
         self.unsent = unsent  # no node has received the request: nothing was computed
         self.silent = silent  # a node has fallen silent
+        self.lost = lost  # the connection to a node has broken
         self.prefill = prefill  # the prefill or its hand-off failed
         self.decode_only = decode_only  # the decode engine has to prefill the request as well
         # The decode node has lost what the remainder follows. It has computed nothing.
@@ -86,13 +101,18 @@ def raise_client_error(error: PeerError) -> None:
         raise RequestError(error.status, error.code, str(error), param=error.param)
 
 
-def record_lost_engine(fleet: Fleet, node: NodeId, error: PeerError) -> bool:
-    """Records that an engine drains or cannot be reached, where the error of a call says so.
-    Returns whether the engine has computed nothing for the call."""
+def record_lost_engine(fleet: Fleet, node: NodeId, error: PeerError) -> NodeLoss:
+    """Records that an engine drains or cannot be reached, where the error of a call says so."""
     drains = isinstance(error, PeerHttpError) and error.code == DRAINING
-    if drains or isinstance(error, ConnectionLost):
-        fleet.record_engine_failure(node, leaving=drains)
-    return drains or isinstance(error, Unreachable)
+    broke = isinstance(error, ConnectionLost)
+    first = (drains or broke) and fleet.record_engine_failure(node, leaving=drains)
+    return NodeLoss(drains or isinstance(error, Unreachable), broke, known=not first)
+
+
+def record_lost_kvd(fleet: Fleet, node: NodeId, error: ConnectionLost) -> NodeLoss:
+    """Records that a kvd cannot be reached."""
+    first = fleet.record_kvd_failure(node)
+    return NodeLoss(isinstance(error, Unreachable), broke=True, known=not first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,9 +245,10 @@ class HandOff:
             # the gateway, although the answer has arrived.
             answer = await self._kvd.open(transfer)
         except ConnectionLost as error:
-            self._fleet.record_kvd_failure(self._route.decode)
-            unsent = isinstance(error, Unreachable)
-            raise AttemptFailed(str(error), self._route.decode, unsent=unsent) from None
+            lost = record_lost_kvd(self._fleet, self._route.decode, error)
+            raise AttemptFailed(
+                str(error), self._route.decode, unsent=lost.unsent, lost=lost
+            ) from None
         except PeerError as error:
             # The kvd's engine has just been replaced, and the gateway has not noticed yet.
             differs = isinstance(error, PeerHttpError) and error.code == _INCOMPATIBLE
@@ -332,9 +353,12 @@ class HandOff:
             committing.cancel()
         problem = committing.result()
         if isinstance(problem, ConnectionLost):
-            self._fleet.record_kvd_failure(self._route.decode)
-            raise AttemptFailed(str(problem), self._route.decode)
+            lost = record_lost_kvd(self._fleet, self._route.decode, problem)
+            raise AttemptFailed(str(problem), self._route.decode, lost=lost)
         if isinstance(problem, PeerError):
+            # The receiver may notice first that the prefill node has died.
+            await asyncio.wait({prefilling}, timeout=_LOSS_S)
+            self._check_prefill(prefilling)
             raise AttemptFailed(str(problem), self._route.prefill, prefill=True)
         self._committed = True
 
@@ -346,8 +370,14 @@ class HandOff:
             self._booking.prefilled(self._clock.now())
             return
         raise_client_error(problem)
-        unsent = record_lost_engine(self._fleet, self._route.prefill, problem)
-        raise AttemptFailed(str(problem), self._route.prefill, prefill=True, unsent=unsent)
+        lost = record_lost_engine(self._fleet, self._route.prefill, problem)
+        raise AttemptFailed(
+            str(problem),
+            self._route.prefill,
+            prefill=True,
+            unsent=lost.unsent,
+            lost=lost.if_broke,
+        )
 
     def _check_link(self) -> None:
         link_id = (self._prefill.cluster, self._decode.cluster)

@@ -15,7 +15,7 @@ from prfaas.cache.manager import GlobalKVManager
 from prfaas.clock import Clock
 from prfaas.config import Deployment
 from prfaas.contracts.kvd_api import KvdReport
-from prfaas.errors import MalformedResponse, PeerError, Unreachable
+from prfaas.errors import MalformedResponse, PeerError, Refused, Unreachable
 from prfaas.gateway.client.node_client import Card, Load
 from prfaas.gateway.fleet.booking import Booking
 from prfaas.gateway.fleet.cached_prefixes import CachedPrefixes, Pool, pools_of
@@ -123,10 +123,13 @@ class Fleet:
 
     def record_problem(self, member: Member, part: Part, error: Exception) -> None:
         """A poll of the member's kvd or engine has failed. An engine that does not answer loses its
-        card: the next process at its address may serve another model. A kvd that sends something
+        card: the next process at its address may serve another model. One that is refused has
+        exited, so that its silence is no reason to wait for it. A kvd that sends something
         malformed is not used until it sends a good report; one that is silent has a while."""
         if part == "engine":
             member.card = None
+            if isinstance(error, Refused):
+                member.engine_failed_s = self._clock.now()
         else:
             member.kvd_unreachable = isinstance(error, Unreachable)
             if isinstance(error, MalformedResponse) or not isinstance(error, PeerError):
@@ -151,24 +154,31 @@ class Fleet:
             self.work.record_load(node, load, own, asked_s)
         self.refresh()
 
-    def record_engine_failure(self, node: NodeId, *, leaving: bool = False) -> None:
+    def record_engine_failure(self, node: NodeId, *, leaving: bool = False) -> bool:
         """A request could not connect to the engine, or was refused because the engine is
-        `leaving`. The node is not used until it answers, or answers that it does not drain."""
+        `leaving`. The node is not used until it answers, or answers that it does not drain. Returns
+        whether the node was taken for alive until now."""
         member = self.members.named(node)
         if member is None:
-            return
+            return False
+        was_alive = member.is_alive(self._clock.now())
         if leaving:
             member.leaving = True
         else:
             member.engine_failed_s = self._clock.now()
         self.refresh()
+        return was_alive
 
-    def record_kvd_failure(self, node: NodeId) -> None:
-        """A request could not connect to the kvd. The node is not used until it answers."""
+    def record_kvd_failure(self, node: NodeId) -> bool:
+        """A request could not connect to the kvd. The node is not used until it answers. Returns
+        whether the node was taken for alive until now."""
         member = self.members.named(node)
-        if member is not None:
-            member.kvd_failed_s = self._clock.now()
-            self.refresh()
+        if member is None:
+            return False
+        was_alive = member.is_alive(self._clock.now())
+        member.kvd_failed_s = self._clock.now()
+        self.refresh()
+        return was_alive
 
     def set_drained(self, clusters: frozenset[ClusterId]) -> None:
         """These clusters get no new requests, and all others do."""
