@@ -153,3 +153,16 @@ def test_a_wan_of_ones_own_and_no_relay_of_the_files(tmp_path: Path) -> None:
     made = prepare_launch(load_deployment(CASE_STUDY), CASE_STUDY, options, tmp_path)
     between, within = made.deployment.links
     assert (between.gbps, between.rtt_ms) == (2.0, 7.0) and within.gbps == 800
+
+
+def test_several_pd_clusters_have_no_baseline_and_all_their_workloads_are_scaled(
+    tmp_path: Path,
+) -> None:
+    file = CASE_STUDY.with_name("two_by_two.toml")
+    deployment = load_deployment(file)
+    scales = Scales(0.5, 1 / 64, 1 / 32)
+    with pytest.raises(InputError, match="--baseline: baselines have one pd cluster"):
+        prepare_launch(deployment, file, LaunchOptions("emulated", scales, "naive"), tmp_path)
+    made = prepare_launch(deployment, file, LaunchOptions("emulated", scales), tmp_path).deployment
+    outputs = [made.workload_of(pd).output_tokens for pd in made.of_kind("pd")]
+    assert outputs == [1024 / 32, 768 / 32]

@@ -21,6 +21,7 @@ from prfaas.config import Deployment
 from prfaas.demo.shared import RelayReader
 from prfaas.demo.small_case import Array, first_tokens_s
 from prfaas.engine.emulated.pace import Scales
+from prfaas.gateway.api.app import CLUSTER_HEADER
 from prfaas.launch.commands import EngineSpec, relayed_links
 from prfaas.launch.deployment import RunningHosts, launched_gateway
 from prfaas.launch.preparation import LaunchOptions, prepare_launch
@@ -31,7 +32,6 @@ from prfaas.planner.network.problem import NetworkProblem
 from prfaas.sim.arrivals import Arrivals
 from prfaas.studies.network_plans import NetworkStudy
 
-HOME_HEADER = "X-Prfaas-Cluster"  # names the home of a request to a gateway that serves several
 Link: TypeAlias = tuple[str, str]  # the clusters from which and to which it leads
 
 
@@ -96,16 +96,13 @@ async def run_regions_load(
         live = await stack.enter_async_context(
             launched_gateway(hosts, deployment, together=together)
         )
-        targets = {
-            home: await stack.enter_async_context(
-                connect(
-                    live.gateway_urls[home], clock, headers={HOME_HEADER: home} if together else {}
-                )
-            )
-            for home in homes
-        }
+        targets = {}
+        for home in homes:
+            headers = {CLUSTER_HEADER: home} if together else {}
+            connected = connect(live.gateway_urls[home], clock, headers=headers)
+            targets[home] = await stack.enter_async_context(connected)
         salt = secrets.token_hex(8)
-        before = await _carried_bytes(hosts, relay_reader)
+        before = await carried_bytes(hosts, relay_reader)
         loads = [
             asyncio.create_task(
                 offer_load(
@@ -122,7 +119,7 @@ async def run_regions_load(
         ]
         try:
             await asyncio.sleep(until_s)
-            after = await _carried_bytes(hosts, relay_reader)
+            after = await carried_bytes(hosts, relay_reader)
             found = await asyncio.gather(*loads)
         finally:
             for load in loads:
@@ -147,7 +144,7 @@ def merged_first_tokens_s(
     return first_s
 
 
-async def _carried_bytes(hosts: RunningHosts, relay_reader: RelayReader) -> dict[Link, int]:
+async def carried_bytes(hosts: RunningHosts, relay_reader: RelayReader) -> dict[Link, int]:
     """One relay is asked after the other: their answers do not say which relay they are from."""
     return {
         (way.link.source, way.link.target): await relay_reader.carried_bytes(

@@ -223,7 +223,7 @@ class WaitingRoom(Generic[T]):
                 hold = try_dispatch(item)
                 if cluster is None and (hold is None or hold.cluster is not None):
                     # Its work is not known here, so tenants take turns by requests.
-                    self._charge(None, tenant, 1.0)
+                    self.record_dispatch(None, 1.0, tenant)
                 if hold is None:
                     if on_placed is not None:
                         on_placed(item)
@@ -240,10 +240,13 @@ class WaitingRoom(Generic[T]):
 
     # Fairness between tenants ---------------------------------------------------------------------
 
-    def record_dispatch(self, cluster: ClusterId, work_s: float, tenant: str) -> None:
+    def record_dispatch(self, cluster: ClusterId | None, work_s: float, tenant: str) -> None:
         """The tenant was given prefill work of this cluster, whether its request has waited or not.
         A router with one tenant need not record it."""
-        self._charge(cluster, tenant, work_s)
+        queues, clock = self._queues.get(cluster, {}), self._clock(cluster)
+        clock.charge(tenant, work_s / self._weight(tenant), waits=tenant in queues)
+        if len(clock.tags) > 2 * len(queues) + 16:
+            clock.forget(queues)
 
     def others_are_before(self, cluster: ClusterId, tenant: str) -> bool:
         """Whether a request of another tenant waits for the cluster and is before the next one of
@@ -278,12 +281,6 @@ class WaitingRoom(Generic[T]):
         if clock is None:
             clock = self._clocks[cluster] = FairClock()
         return clock
-
-    def _charge(self, cluster: ClusterId | None, tenant: str, work: float) -> None:
-        queues, clock = self._queues.get(cluster, {}), self._clock(cluster)
-        clock.charge(tenant, work / self._weight(tenant), waits=tenant in queues)
-        if len(clock.tags) > 2 * len(queues) + 16:
-            clock.forget(queues)
 
     def _take(self, cluster: ClusterId | None, skipped: Collection[str]) -> tuple[str, T] | None:
         """Removes the first item of the tenant that is next. Also returns the tenant."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from prfaas.planner.network.problem import NetworkProblem
 from prfaas.scheduler.board import Board
 from prfaas.scheduler.homes.elsewhere import HomeContext, route_from
+from prfaas.scheduler.homes.fair_shares import SharedCluster, ShareUses, share_hold, weights_of
 from prfaas.scheduler.homes.plans import first_plans, home_name
 from prfaas.scheduler.lookup.prefixes import NOTHING_CACHED, CachedPrefixes
 from prfaas.scheduler.plan import Plan
@@ -18,7 +19,7 @@ from prfaas.scheduler.request import Request, Route
 from prfaas.scheduler.short_term import adjust, has_room_at, route
 from prfaas.scheduler.state import LinkState, ShortTermState
 from prfaas.scheduler.view import LinkId
-from prfaas.scheduler.waiting import HeldWork, Hold
+from prfaas.scheduler.waiting import HeldWork, Hold, WaitingRoom
 from prfaas.sim.config import SimConfig
 from prfaas.sim.results.result import PlanChange
 from prfaas.types import ClusterId, NodeId
@@ -45,6 +46,14 @@ class SimHomes:
             ]
             for name in self.names
         }
+        self._prfaas = [ClusterId(name) for name in network.prfaas_pools]
+        self._uses = ShareUses()
+        self._weigh()
+
+    def _weigh(self) -> None:
+        """With one PD cluster, no weight is needed."""
+        shared = self._prfaas if len(self.names) > 1 else []
+        self._weights = {cluster: weights_of(self.plans, cluster) for cluster in shared}
 
     def route(
         self,
@@ -52,20 +61,54 @@ class SimHomes:
         home: ClusterId,
         board: Board,
         cached: CachedPrefixes,
-        held: Mapping[ClusterId, HeldWork],
+        room: WaitingRoom[int],
         now_s: float,
     ) -> Route | Hold:
-        view = board.view(now_s, cached, held, home)
+        """The tenants of the waiting room are the homes."""
         plan, state = self.plans[home], self._states[home]
         if len(self.names) == 1:
-            return route(request, view, plan, state)
+            return route(request, board.view(now_s, cached, room.work, home), plan, state)
+        held = room.work_before(home)
+        view = board.view(now_s, cached, held, home)
 
         def others() -> Iterator[HomeContext]:
             for other, round_trip_s in self._round_trips[home]:
                 there = board.view(now_s, cached, held, other)
                 yield HomeContext(there, self.plans[other], self._states[other], round_trip_s)
 
-        return route_from(request, HomeContext(view, plan, state), others).taken
+        found = route_from(request, HomeContext(view, plan, state), others).taken
+        if isinstance(found, Hold) or found.cluster not in self._weights:
+            return found
+        cluster = found.cluster
+        hold = share_hold(
+            found,
+            request,
+            home,
+            SharedCluster(
+                cluster,
+                self._weights[cluster],
+                self._uses.of_homes(cluster, now_s),
+                [ClusterId(name) for name in room.tenants(cluster)],
+            ),
+            board.node(found.prefill),
+            now_s,
+            # The simulator's nodes take as long as their profiles state.
+            stated_s=found.prefill_s,
+            queue_s=self._rules.adaptive.queue_s,
+        )
+        return found if hold is None else hold
+
+    def record_dispatch(
+        self, taken: Route, home: ClusterId, room: WaitingRoom[int], now_s: float
+    ) -> None:
+        """Counts a dispatch towards the share of its home."""
+        if len(self.names) == 1 or taken.is_remainder:
+            return
+        weight = 1.0
+        if taken.cluster in self._weights:
+            self._uses.record(taken.cluster, home, taken.prefill_s, now_s)
+            weight = self._weights[taken.cluster][home]
+        room.record_dispatch(taken.cluster, taken.prefill_s / weight, home)
 
     def has_room(self, cluster: ClusterId, board: Board, now_s: float) -> bool:
         return has_room_at(board.cluster(cluster), now_s, self._rules)
@@ -83,4 +126,5 @@ class SimHomes:
 
     def change_plans(self, plans: Mapping[ClusterId, Plan], now_s: float) -> None:
         self.plans |= plans
+        self._weigh()
         self.changes += [PlanChange(now_s, plan) for plan in plans.values()]

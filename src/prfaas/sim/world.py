@@ -174,7 +174,7 @@ class World:
         hold = self._try_dispatch(index)
         if hold is None:
             return
-        self.waiting_room.put(index, hold)
+        self.waiting_room.put(index, hold, self._homes[index])
         if hold.cluster is not None and self._has_room(hold.cluster):
             # The request waits although there is room, because others have waited longer. They get
             # the free node now.
@@ -197,20 +197,21 @@ class World:
         request = Request(
             index, self._prompts[index], self._times[index], no_remainder=self.remainders is None
         )
-        home, held = self._homes[index], self.waiting_room.work
-        decision = self.homes.route(request, home, self.board, cached, held, now)
+        home, room = self._homes[index], self.waiting_room
+        decision = self.homes.route(request, home, self.board, cached, room, now)
         prompt_tokens = self._prompts[index]
         if self.remainders is not None and not isinstance(decision, Hold):
             assert self._hashes is not None
             if self.remainders.is_refused(decision, self._hashes[index], prompt_tokens):
                 request = request._replace(no_remainder=True)
-                decision = self.homes.route(request, home, self.board, cached, held, now)
+                decision = self.homes.route(request, home, self.board, cached, room, now)
         if isinstance(decision, Hold):
             return decision
         costs = self.costs[decision.decode_cluster]
         kv_bytes = float(costs.handoff_bytes(prompt_tokens, prompt_tokens))
         attempt = Attempt(index, decision, kv_bytes)
         self.board.record_dispatch(decision, kv_bytes, now)
+        self.homes.record_dispatch(decision, home, room, now)
         self.nodes[decision.prefill].prefills[attempt] = None
         decode = self.nodes[decision.decode]
         decode.decodes[attempt] = None

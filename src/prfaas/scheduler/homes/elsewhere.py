@@ -5,11 +5,16 @@ decodes, no node can prefill for it, or every decode node is full. That costs a 
 the two PD clusters, which therefore must be known. A longer queue at home is no reason: the plan
 has given every PD cluster capacity for its own traffic, and a request that goes elsewhere takes it
 from the requests there.
+
+A full home may be full because its requests flood it. So another PD cluster takes its requests only
+while that costs its own requests nearly nothing: beyond a reserve of decode slots, and with an idle
+prefill node or link. The requests of a home that has lost its nodes may wait there in line.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, TypeAlias
 
@@ -40,6 +45,12 @@ def round_trips(deployment: Deployment) -> dict[LinkId, float]:
         if link is not None:
             found[ClusterId(one), ClusterId(other)] = link.rtt_ms / 1e3
     return found
+
+
+# Decode slots that a PD cluster keeps free of requests of full homes: so many standard deviations
+# of its own planned number of requests there, but at most this part of its slots.
+_RESERVE_DEVIATIONS = 2.0
+_LARGEST_RESERVE = 0.25
 
 
 class HomeContext(NamedTuple):
@@ -73,8 +84,8 @@ def route_from(
     if not home.state.rules.decode_elsewhere or _has_decode_room(request, found, home.view):
         return choice
     here_s = predict_ttft_s(request, choice, home.state)
-    roomy = (other for other in others() if _can_decode_now(request, other.view))
-    taken = _serve_elsewhere(request, roomy, decide, sooner_than_s=here_s)
+    roomy = (other for other in others() if _takes_guests(request, other))
+    taken = _serve_elsewhere(request, roomy, decide, sooner_than_s=here_s, idle_only=True)
     return choice if taken is None or isinstance(taken.taken, Hold) else taken
 
 
@@ -82,16 +93,18 @@ def _serve_elsewhere(
     request: Request,
     others: Iterable[HomeContext],
     decide: Decide,
-    sooner_than_s: float = float("inf"),
+    *,
+    sooner_than_s: float = math.inf,
+    idle_only: bool = False,
 ) -> Choice | None:
     """The earliest first token among the other PD clusters. A hold, if each of them would hold the
     request, or if a decode slot is free earlier where it would be held: a PD cluster whose prefill
     nodes are idle must not draw more requests than it can decode. None if none of them can serve
-    it."""
+    it. `idle_only`: only with a prefill node or a link that is idle."""
     best: Choice | None = None
     held: Choice | None = None
     best_s = sooner_than_s
-    best_slot_s = held_slot_s = float("inf")
+    best_slot_s = held_slot_s = math.inf
     for other in others:
         choice = decide(request, other.view, other.plan, other.state)
         found = choice.taken
@@ -99,6 +112,8 @@ def _serve_elsewhere(
         if isinstance(found, Hold):
             if found.cluster is not None and slot_s < held_slot_s:
                 held, held_slot_s = choice, slot_s
+            continue
+        if idle_only and _is_in_the_way(found, other.view):
             continue
         ttft_s = predict_ttft_s(request, choice, other.state) + other.round_trip_s
         if ttft_s < best_s:
@@ -113,7 +128,7 @@ def _slot_wait_s(view: View) -> float:
     """Seconds until a request has a decode slot there. Infinite without a decode node."""
     ranks = view.local.ranks()
     if not ranks.active.nodes:
-        return float("inf")
+        return math.inf
     node = view.local.node(ranks.name(ranks.active.least()[1]))
     return max(node.active + 1 - node.slots, 0) / node.slots * view.costs.mean_hold_s
 
@@ -123,6 +138,29 @@ def _has_decode_room(request: Request, taken: Route, view: View) -> bool:
     for another one to end."""
     node = view.local.node(taken.decode)
     return node.active < node.slots and node.free_kv_bytes >= _kv_bytes(request, view)
+
+
+def _is_in_the_way(taken: Route, view: View) -> bool:
+    """Whether the route takes something that requests of the PD cluster itself use now: a busy
+    prefill node of its own, or a link to it with bytes on the way. Nodes of PrfaaS clusters are
+    shared in another way (`fair_shares`)."""
+    if taken.offloaded:
+        return view.links[taken.cluster, view.local.cluster].pending_bytes > 0
+    return not taken.is_remainder and view.local.node(taken.prefill).free_at_s > view.now_s
+
+
+def _takes_guests(request: Request, other: HomeContext) -> bool:
+    """Whether a PD cluster has decode slots to spare for requests of a full home. It keeps a
+    reserve for its own requests, whose number fluctuates by about the square root of the number
+    that the plan expects in its slots. The reserve is at most a part of the slots, so that a small
+    PD cluster can help, too."""
+    view = other.view
+    nodes = [node for node in view.local.nodes if node.usable and node.role == "decode"]
+    slots = sum(node.slots for node in nodes)
+    planned = other.plan.capacity_rps * view.costs.mean_hold_s
+    reserve = min(_RESERVE_DEVIATIONS * math.sqrt(planned), _LARGEST_RESERVE * slots)
+    free = slots - sum(node.active for node in nodes)
+    return free > reserve and _can_decode_now(request, view)
 
 
 def _can_decode_now(request: Request, view: View) -> bool:

@@ -1,0 +1,61 @@
+"""Two PD clusters that share two PrfaaS clusters, as processes: each link has its own relay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from prfaas.clock import MonotonicClock
+from prfaas.config import load_deployment
+from prfaas.demo.regions_case import Link, carried_bytes
+from prfaas.demo.shared import RelayReader, with_policy
+from prfaas.engine.emulated.pace import Scales
+from prfaas.gateway.api.app import CLUSTER_HEADER
+from prfaas.launch.attached_process import attached_prefix
+from prfaas.launch.deployment import launched_gateway, launched_hosts
+from prfaas.launch.preparation import LaunchOptions, LaunchPlan, prepare_launch
+from prfaas.measure.client import connect
+from prfaas.measure.open_loop import RequestTemplate
+
+TWO_BY_TWO = Path(__file__).parents[2] / "configs" / "two_by_two.toml"
+INSTANCES = {"east": 2, "west": 2, "north": 1, "south": 1}
+PROMPT = ",".join(str(n % 200) for n in range(3000)).encode()
+
+
+def smallest(folder: Path) -> LaunchPlan:
+    whole = with_policy(load_deployment(TWO_BY_TWO), "remote")
+    clusters = [
+        msgspec.structs.replace(cluster, gpus=8 * INSTANCES[cluster.name])
+        for cluster in whole.clusters
+    ]
+    options = LaunchOptions("emulated", Scales(0.05, 0.002, 0.02))
+    deployment = msgspec.structs.replace(whole, clusters=clusters)
+    return prepare_launch(deployment, TWO_BY_TWO, options, folder)
+
+
+async def test_one_gateway_for_all_sends_kv_over_the_links_of_each_home(tmp_path: Path) -> None:
+    plan, reader = smallest(tmp_path), RelayReader()
+    async with (
+        launched_hosts(
+            plan.deployment, plan.engines, tmp_path, attached_prefix(), on_line=reader.read_line
+        ) as hosts,
+        launched_gateway(hosts, plan.deployment, together=True) as live,
+    ):
+        assert set(live.gateway_urls) == {"east", "west"}
+        assert len(set(live.gateway_urls.values())) == 1 and not live.deployment.gateways
+        carried = await carried_bytes(hosts, reader)
+        for home in ("east", "west"):
+            headers = {CLUSTER_HEADER: home}
+            async with connect(live.gateway_url, MonotonicClock(), headers=headers) as target:
+                template = RequestTemplate(plan.deployment.model.name, salt=home)
+                answer = await target.complete(template.body(PROMPT, 4), within_s=60.0)
+            assert answer.error is None and answer.token_ids
+            after = await carried_bytes(hosts, reader)
+            assert used(carried, after) == {home}, "only links to its home have carried its KV"
+            carried = after
+
+
+def used(before: dict[Link, int], after: dict[Link, int]) -> set[str]:
+    """The clusters to which links have carried KV, and not only the bytes of connections."""
+    return {link[1] for link in after if after[link] - before[link] > 10_000}
