@@ -175,8 +175,7 @@ class FaultDeployment:
         async with asyncio.timeout(PATIENCE_S):
             await child.ready()
         if name in self.gateways:
-            url = f"{self.targets[self.gateways.index(name)].url}/readyz"  # 503 until it can serve
-            await self.until(partial(self.text, url))
+            await self.until(partial(_can_serve, self, self.gateways.index(name)))
         self.downtimes.end(name, self.clock.now())
 
     def freeze(self, name: str) -> None:
@@ -212,6 +211,12 @@ class FaultDeployment:
         clusters = (await self.state(gateway))["clusters"]
         nodes = [node for cluster in clusters for node in cluster["nodes"]]
         return {node["node"] for node in nodes if node.get("in_use")}
+
+
+async def _can_serve(deployment: FaultDeployment, gateway: int) -> bool:
+    """Raises `PeerError` while the gateway says that it cannot."""
+    await deployment.text(f"{deployment.targets[gateway].url}/readyz")
+    return True
 
 
 async def planning_gateways(deployment: FaultDeployment) -> list[str]:

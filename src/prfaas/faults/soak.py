@@ -75,6 +75,7 @@ class SoakOptions:
     kill_workers_s: float | None = None  # between two kills of all workers of all kvds
     actors: Sequence[ActorName] = ()  # hostile actors that run beside the ordinary tenants
     conversations: int = 12  # different ones; a single node computes their answers first
+    only: Sequence[str] = ()  # names of the faults that strike; none: all
 
 
 @dataclass(slots=True)
@@ -187,6 +188,11 @@ class Soak:
         self._counts = SoakCounts()
         self._mending: Counter[Part] = Counter()
         self._samples: list[Sample] = []
+        self._drawn = [
+            fault
+            for fault in faults_of(deployment)
+            if not options.only or fault.name in options.only
+        ]
 
     async def run(self) -> SoakReport:
         options, deployment = self._options, self._deployment
@@ -359,9 +365,7 @@ class Soak:
                 await asyncio.sleep(max(0.0, next_s - clock.now()))
                 next_s += every_s
                 # A part that is being repaired is spared, so that requests always have a way.
-                possible = [
-                    fault for fault in faults_of(self._deployment) if not self._mending[fault.part]
-                ]
+                possible = [fault for fault in self._drawn if not self._mending[fault.part]]
                 if possible:
                     fault = self._fault_draw.choice(possible)
                     self._mending[fault.part] += 1
@@ -381,7 +385,7 @@ class Soak:
                 await mend()
                 await deployment.until(partial(deployment.in_use, self._nodes(fault.part)))
             except (TimeoutError, ChildDied) as error:
-                counts.unmended.append(f"{fault.name}: {error or 'not in use again in time'}")
+                counts.unmended.append(f"{fault.name}: {str(error) or 'not in use again in time'}")
         finally:
             self._mending[fault.part] -= 1
 
