@@ -215,7 +215,7 @@ class FaultDeployment:
 
 async def _can_serve(deployment: FaultDeployment, gateway: int) -> bool:
     """Raises `PeerError` while the gateway says that it cannot."""
-    await deployment.text(f"{deployment.targets[gateway].url}/readyz")
+    await deployment.text(f"{deployment.targets[gateway].url}/ready")
     return True
 
 
