@@ -151,17 +151,10 @@ class FaultDeployment:
     async def with_role(self, role: str) -> list[str]:
         """Nodes of the PD clusters that have this role, according to the first gateway that
         responds. Raises `PeerError`."""
-        clusters = (await self._any_state())["clusters"]
+        clusters = (await _first_state(self))["clusters"]
         homes = [cluster for cluster in clusters if cluster["cluster"] in self.layout.homes]
         nodes = [node for home in homes for node in home["nodes"]]
         return [node["node"] for node in nodes if node.get("role") == role]
-
-    async def _any_state(self) -> Any:
-        *first, last = range(len(self.targets))
-        for gateway in first:
-            with suppress(PeerError):  # it was killed; the next one knows as much
-                return await self.state(gateway)
-        return await self.state(last)
 
     # Actions --------------------------------------------------------------------------------------
 
@@ -211,6 +204,15 @@ class FaultDeployment:
         clusters = (await self.state(gateway))["clusters"]
         nodes = [node for cluster in clusters for node in cluster["nodes"]]
         return {node["node"] for node in nodes if node.get("in_use")}
+
+
+async def _first_state(deployment: FaultDeployment) -> Any:
+    """The state of the first gateway that responds. Raises `PeerError`."""
+    *first, last = range(len(deployment.gateways))
+    for gateway in first:
+        with suppress(PeerError):  # it was killed; the next one knows as much
+            return await deployment.state(gateway)
+    return await deployment.state(last)
 
 
 async def _can_serve(deployment: FaultDeployment, gateway: int) -> bool:
