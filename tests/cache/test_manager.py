@@ -7,7 +7,7 @@ from prfaas.cache.hashing import PromptHashes
 from prfaas.cache.hot import HotPrefixes
 from prfaas.cache.index import NodeInfo, NodeMatch
 from prfaas.cache.manager import ClusterMatch, CopyProposal, GlobalKVManager
-from prfaas.types import ClusterId, Compat, HashEvent, NodeId
+from prfaas.types import BlockHash, ClusterId, Compat, HashEvent, NodeId
 from tests.cache.builders import BLOCK, SPECS
 
 SPEC = SPECS["hybrid"]
@@ -193,6 +193,31 @@ def test_what_is_hot_leaves_before_its_node_does(cluster: Cluster) -> None:
     assert saved({P0: 0.0, F0: 0.0}) == [], "no node is left in its cluster"
     cluster.store(P1, "cd")
     assert saved({P0: 0.0, P1: 2.0, P2: 1.0}) == [(P2, "ab")]
+
+
+def test_a_drained_cluster_leaves_its_hot_prefixes_to_targets_elsewhere(cluster: Cluster) -> None:
+    """`f1` has other blocks, and cannot have the prefixes."""
+    cluster.manager.join(NodeInfo(F1, FAAS, 2 * BLOCK, rules_for(SPEC)))
+    other = NodeId("q0")
+    cluster.manager.join(NodeInfo(other, ClusterId("pd-2"), BLOCK, rules_for(SPEC)))
+    cluster.store(P0, "ab")
+    cluster.store(P0, "cd")
+    ask_for(cluster, *["ab"] * 4, *["cd"] * 6)
+    waits_s: dict[NodeId, float | None] = {P0: 0.0, P1: 0.0, F0: 5.0, F1: 0.0, other: 0.0}
+
+    def saved(*targets: NodeId) -> list[tuple[NodeId, tuple[BlockHash, ...], bool]]:
+        found = cluster.manager.evacuations([P0], 0.0, list(waits_s), waits_s, targets)
+        assert all(copy.source == P0 for copy in found)
+        return [(copy.target, copy.hashes, copy.crosses_clusters) for copy in found]
+
+    ab, cd = (tuple(prompt(letters).at(BLOCK)) for letters in ("ab", "cd"))
+    assert saved(F0, other) == [(F0, cd, True), (F0, ab, True)], "the order counts, no wait does"
+    assert saved(F1, other, F0) == [(other, cd, True), (other, ab, True)]
+    assert saved(P0, P1) == [(P1, cd, False), (P1, ab, False)], "no prefix stays where it is"
+    cluster.store(F0, "cd")
+    assert saved(other, F0) == [(other, ab, True)], "one of the targets has the other prefix"
+    assert saved(other) == [(other, cd, True), (other, ab, True)]
+    assert saved() == []
 
 
 # Nodes with two pools, and engines with caches of their own ---------------------------------------

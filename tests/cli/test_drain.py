@@ -55,11 +55,13 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         order = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         key = self.server.key
+        if self.headers.get_all("Content-Type") != ["application/json"]:
+            return self._answer({"error": {"message": "one Content-Type is expected"}}, 415)
         if key is not None and self.headers["Authorization"] != f"Bearer {key}":
             return self._answer({"error": {"message": "needs the operator key"}}, 401)
         if order["cluster"] not in ("north", "east"):
             why = f"no cluster is named {order['cluster']!r}; there are: north, east"
-            return self._answer({"error": {"message": why}}, 400)
+            return self._answer({"error": {"message": why, "code": "unknown_cluster"}}, 400)
         self.server.orders.append(order)
         self._answer({} if self.path == "/prfaas/v1/drain" else None)
 

@@ -33,7 +33,10 @@ def state(here: bool, link: str) -> dict[str, Any]:
         "clusters": [EAST, {"cluster": "north", "nodes": []}],
         "links": [{**STATE["links"][0], "from": "north", "to": link, "waited_s": 0.5}],
         "plan": {"homes": {"east": {"threshold_tokens": 19412}, "west": {"made": False}}},
-        "gateways": [{"cluster": "west", "url": "http://b", "alive": True, "plans": not here}],
+        "gateways": [
+            {"cluster": "east", "here": True, "alive": True, "plans": here},
+            {"cluster": "west", "url": "http://b", "alive": True, "plans": not here},
+        ],
         "planner": {"cluster": "east", "epoch": 3, "here": here},
     }
 

@@ -117,9 +117,10 @@ def test_a_true_report_changes_nothing(
 
 def test_a_link_without_connections_is_down() -> None:
     subject = board()
-    assert subject.is_up(OUT)
+    assert (link := subject.link(OUT)) is not None and link.up
     subject.record_link_report(OUT, LinkStats("near", 1.0, 0, 0.0, 0, 0))
-    assert not subject.is_up(OUT) and not subject.view(1.0, {}, {}).links[OUT].up
+    assert (link := subject.link(OUT)) is not None and not link.up
+    assert not subject.view(1.0, {}, {}).links[OUT].up
 
 
 def test_nodes_join_and_leave() -> None:
@@ -138,7 +139,7 @@ def test_nodes_join_and_leave() -> None:
     subject.assign(new, "decode", usable=False)
     assert subject.node(new).role == "decode" and not subject.node(new).usable
     assert seen(subject, LOCAL[2]) == before, "places have shifted, accounts have not"
-    assert subject.own_decodes(LOCAL[2]) == 0
+    assert subject.own_requests(LOCAL[2]).decoding == 0
 
 
 def test_work_of_other_routers_does_not_keep_a_node() -> None:

@@ -10,7 +10,7 @@ proposal has the prefix, source, target and bytes, and the caller knows whether 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -205,13 +205,22 @@ class GlobalKVManager:
         now: float,
         living: Collection[NodeId],
         waits_s: Mapping[NodeId, float | None],
+        targets: Sequence[NodeId] | None = None,
     ) -> list[CopyProposal]:
         """Copies to make before a node with these `pools` leaves: its hot prefixes that no other
         node of its cluster holds, hottest first, each from one of its pools to the cluster's least
         busy other node. Targets are nodes that prefill, or nodes that decode when no other node
-        prefills. Other arguments: see `replications`."""
+        prefills. Other arguments: see `replications`.
+
+        `targets`, for a node whose whole cluster is drained: pools of any cluster, the best one
+        first. A prefix that one of them has needs no copy; otherwise it goes to the first one with
+        blocks and a format that it can have."""
         others = {n: wait for n, wait in waits_s.items() if n not in pools}
+        if targets is not None:
+            # The place in the caller's order counts, and not how busy the nodes are.
+            others = {n: float(place) for place, n in enumerate(targets) if n not in pools}
         prefilling = {n: wait for n, wait in others.items() if wait is not None}
+        anywhere = targets is not None
         proposals: list[CopyProposal] = []
         for hot in self._hot.hottest(now):
             match = self.match(hot.prompt)
@@ -220,8 +229,8 @@ class GlobalKVManager:
                 if match.node_tokens(pool) < hot.tokens:
                     continue
                 here = self._index.info(pool)
-                keepers = self._like(here, prefilling) or self._like(
-                    here, dict.fromkeys(others, 0.0)
+                keepers = self._like(here, prefilling, anywhere) or self._like(
+                    here, dict.fromkeys(others, 0.0), anywhere
                 )
                 if not keepers or any(self._index.info(n).at in kept for n in keepers):
                     continue
@@ -252,15 +261,18 @@ class GlobalKVManager:
                 alike[info.node] = waits_s[info.node]
         return found.values()
 
-    def _like(self, here: NodeInfo, waits_s: Mapping[NodeId, float]) -> dict[NodeId, float]:
-        """The other pools of this one's cluster, format and block size."""
-        wanted = (here.cluster, here.compat, here.block_tokens)
+    def _like(
+        self, here: NodeInfo, waits_s: Mapping[NodeId, float], anywhere: bool
+    ) -> dict[NodeId, float]:
+        """The other pools of this one's format and block size, in its cluster or `anywhere`."""
+        wanted = (here.compat, here.block_tokens)
         return {
             info.node: waits_s[info.node]
             for info in self._index.nodes()
             if info.node in waits_s
             and info.at != here.at
-            and (info.cluster, info.compat, info.block_tokens) == wanted
+            and (info.compat, info.block_tokens) == wanted
+            and (anywhere or info.cluster == here.cluster)
         }
 
     def check(self) -> None:

@@ -17,6 +17,7 @@ from rich.console import Console
 from prfaas.cli.shared_options import as_input_error, read_key
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.config.tls import TlsSection
+from prfaas.contracts.gateway_api import DRAIN_PATH, SetDrain
 from prfaas.display.console import print_json
 from prfaas.errors import InputError, PeerError, PeerHttpError
 from prfaas.http_client.client import HttpClient, open_client
@@ -93,7 +94,8 @@ def drain(
 
     While a PrfaaS cluster is drained, other clusters prefill in its place. While a pd cluster is
     drained, requests that arrive there are served by another pd cluster that it has a link to.
-    The cluster stays drained, also after restarts of its nodes, until `--return`.
+    The gateways keep the order: the cluster stays drained, also after restarts of its nodes, until
+    `--return`, or until no gateway is left that knows of it.
 
     \b
     Exit codes:
@@ -143,10 +145,9 @@ class DrainClient:
         self._started_s = clock.now()
 
     async def send(self, *, drained: bool) -> None:
-        body = msgspec.json.encode({"cluster": self._cluster, "drained": drained})
-        headers = {"Content-Type": "application/json"}
-        at = f"{self._url}/prfaas/v1/drain"
-        await self._http.request("POST", at, timeout_s=REQUEST_S, body=body, headers=headers)
+        body = msgspec.json.encode(SetDrain(self._cluster, drained))
+        at = f"{self._url}{DRAIN_PATH}"
+        await self._http.request("POST", at, timeout_s=REQUEST_S, body=body)
 
     async def look(self, *, drained: bool) -> Drained:
         at = f"{self._url}/prfaas/v1/state"
@@ -238,7 +239,7 @@ def _explained(error: PeerError) -> InputError:
         if error.status in (401, 403):
             fix = "give the gateway's operator key with --operator-key-file"
             return InputError(f"the gateway refused: {error}", where="--gateway", fix=fix)
-        if error.status == 400:
+        if error.code == "unknown_cluster":
             return InputError(str(error), where="CLUSTER", fix="name a cluster of the deployment")
         if error.status in (404, 405):
             fix = "give the URL of a gateway that can drain clusters"

@@ -38,6 +38,7 @@ class HomePlan(msgspec.Struct, frozen=True):
     age_s: _Age  # since it was made
     reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARS)]
     converted_age_s: dict[_Name, _Age] = {}  # since each node's latest change of role
+    together: tuple[_Name, ...] = ()  # the PD clusters that were planned together
 
 
 class SharedPlan(msgspec.Struct, frozen=True):

@@ -112,7 +112,7 @@ def thresholds(gateway: str, state: State) -> str:
 
 
 def peers(state: State) -> str:
-    others = state.get("gateways") or []
+    others = [one for one in state.get("gateways") or [] if not one.get("here")]
     if not others:
         return UNKNOWN
     return f"{sum(bool(one.get('alive')) for one in others)} of {len(others)} alive"

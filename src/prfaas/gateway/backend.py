@@ -74,6 +74,7 @@ class BackendOptions:
 class GatewayBackend:
     """The `Backend` of a running gateway."""
 
+    # limits: the parts of the gateway that its API serves
     def __init__(
         self,
         fleet: Fleet,
@@ -240,9 +241,7 @@ async def running(
             tasks.create_task(planning.run()),
         ]
         if deployment.gateway.plans:
-            replication = Replication(
-                fleet, copies, evacuations, clock, rules, lambda: coordination.plans
-            )
+            replication = Replication(fleet, copies, evacuations, clock, rules)
             loops.append(tasks.create_task(replication.run()))
         if federation is not None:
             loops.append(tasks.create_task(federation.run(router, drains)))

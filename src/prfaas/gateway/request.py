@@ -67,6 +67,7 @@ class RequestTrace:
 
     def summarise(self, traces: Sequence[RequestTrace]) -> None:
         """Makes this the trace of a list of prompts: sums, and what all of them have in common."""
+        self.home = _common(trace.home for trace in traces)
         self.cluster = _common(trace.cluster for trace in traces)
         self.prefill = _common(trace.prefill for trace in traces)
         self.decode = _common(trace.decode for trace in traces)

@@ -8,11 +8,10 @@ other parts.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 from prfaas.cache.hashing import PromptHashes
-from prfaas.cache.index import NodeMatch
 from prfaas.clock import Clock
 from prfaas.config.deployment import SchedulerSection
 from prfaas.config.gateway import DEFAULTS, GatewaySection
@@ -21,25 +20,18 @@ from prfaas.gateway.decision_log import DecisionLog
 from prfaas.gateway.fair_holds import FairHolds
 from prfaas.gateway.fleet.booking import Booking
 from prfaas.gateway.fleet.fleet import Fleet
+from prfaas.gateway.homes.decisions import Decisions
 from prfaas.gateway.homes.fair_access import FairAccess
 from prfaas.gateway.homes.home_turns import HomeTurns
 from prfaas.gateway.placement import PlacementRequest, tenant_of
 from prfaas.gateway.short_term_log import ShortTermLog
 from prfaas.gateway.tenants import Tenants
-from prfaas.scheduler.explain import Explanation, explain
-from prfaas.scheduler.homes.elsewhere import HomeContext, route_from
+from prfaas.scheduler.explain import Explanation
 from prfaas.scheduler.plan import Plan
-from prfaas.scheduler.request import Request, is_offloadable, local_only_reason
-from prfaas.scheduler.sets import (
-    Choice,
-    has_room_alone,
-    only_nodes,
-    route_in_sets,
-    serve_alone,
-)
-from prfaas.scheduler.short_term import adjust, has_room_at, route
+from prfaas.scheduler.request import Request, local_only_reason
+from prfaas.scheduler.short_term import has_room_at
 from prfaas.scheduler.state import ShortTermState
-from prfaas.scheduler.view import LinkId, View, exclude_nodes
+from prfaas.scheduler.view import LinkId
 from prfaas.scheduler.waiting import Hold, WaitingRoom
 from prfaas.types import ClusterId, NodeId
 
@@ -58,35 +50,38 @@ class Router:
     ) -> None:
         self.tenants = tenants or Tenants(limits)
         self.rules = rules
-        self.states = {home: ShortTermState(rules) for home in fleet.homes}  # by PD cluster
         self.short_term_log = ShortTermLog()
         self.waiting_room: WaitingRoom[PlacementRequest] = WaitingRoom(self._weight)
+        self._decisions = Decisions(fleet, rules, self.waiting_room, clock)
         self._fair_holds = FairHolds(fleet, self.tenants, self.waiting_room, clock)
         self._fleet = fleet
         self._clock = clock
         self._decision_log = decision_log
         self._limits = limits
-        self._plans: Mapping[ClusterId, Plan] = {}
         self._shares: FairAccess | None = None
-        self._round_trips: Mapping[LinkId, float] = {}
         fleet.call_on_change(self.retry_waiting)
 
     @property
     def plans(self) -> Mapping[ClusterId, Plan]:
         """The plans in force, by PD cluster. A PD cluster has none until a node can decode."""
-        return self._plans
+        return self._decisions.plans
+
+    @property
+    def states(self) -> Mapping[ClusterId, ShortTermState]:
+        """The state of the short-term loop, by PD cluster."""
+        return self._decisions.states
 
     def follow(self, plans: Mapping[ClusterId, Plan]) -> None:
         """Decisions from now on follow these plans. Other PD clusters keep theirs."""
-        self._plans = {**self._plans, **plans}
+        self._decisions.plans = {**self.plans, **plans}
         if self._shares is not None:
-            self._shares.follow(self._plans)
+            self._shares.follow(self.plans)
 
     def serve_several(self, shares: FairAccess, round_trips: Mapping[LinkId, float]) -> None:
         """There are several PD clusters. `shares` divides the PrfaaS clusters between them;
         `round_trips` are those between PD clusters that may decode for one another."""
         self._shares = shares
-        self._round_trips = round_trips
+        self._decisions.round_trips = round_trips
 
     async def place(self, placement: PlacementRequest, patience_s: float) -> Booking:
         """Books nodes for the request now, or as soon as there is room. Raises `RequestError`."""
@@ -131,18 +126,18 @@ class Router:
     def try_dispatch(self, placement: PlacementRequest) -> Hold | None:
         """Routes the request and books its nodes. Returns the hold when the request has to wait;
         then nothing is booked."""
-        home = placement.home
-        if home not in self._plans:
-            return _UNPLANNED._replace(precedence=placement.request.arrived_s)
         now = self._clock.now()
         request, manager = placement.request, self._fleet.manager
         match = manager.match(placement.prompt)
         cached = self._fleet.prefixes.by_node(match)
-        choice = self._choose(placement, cached)
+        fair = self.tenants.several or len(self._fleet.homes) > 1
+        choice = self._decisions.choose(placement, cached, fair=fair)
+        if choice is None:
+            return _UNPLANNED._replace(precedence=request.arrived_s)
         found = choice.taken
         if self._decision_log is not None:
             decided = choice.view.local.cluster
-            plan, state = self._plans[decided], self.states[decided]
+            plan, state = self.plans[decided], self.states[decided]
             self._decision_log.write(request, choice, plan, state)
         if isinstance(found, Hold):
             return found
@@ -187,75 +182,8 @@ class Router:
             member = self._fleet.members.named(node)
             if member is not None:
                 cached[member.cluster] = max(cached.get(member.cluster, 0), held.tokens)
-        serving = [h for h in self._plans if self._fleet.has_free_decode_node(h, ())]
+        serving = [h for h in self.plans if self._fleet.has_free_decode_node(h, ())]
         return turns.choose(cached, serving)
-
-    def _choose(self, placement: PlacementRequest, cached: Mapping[NodeId, NodeMatch]) -> Choice:
-        """The decision of the scheduler for the request's home, or for another PD cluster where the
-        home cannot serve it."""
-
-        def decide(request: Request, view: View, plan: Plan, state: ShortTermState) -> Choice:
-            return self._decide(request, view, plan, state, placement.avoid)
-
-        home = self._context(placement.home, cached, placement.queue)
-        if len(self._fleet.homes) == 1:
-            return decide(placement.request, home.view, home.plan, home.state)
-
-        def others() -> Iterator[HomeContext]:
-            for other in self._plans:
-                round_trip_s = self._round_trips.get((placement.home, other))
-                if round_trip_s is not None and other != placement.home:
-                    context = self._context(other, cached, placement.queue)
-                    yield context._replace(round_trip_s=round_trip_s)
-
-        return route_from(placement.request, home, others, decide)
-
-    def _context(
-        self, home: ClusterId, cached: Mapping[NodeId, NodeMatch], queue: str | None
-    ) -> HomeContext:
-        return HomeContext(self._view(home, cached, queue), self._plans[home], self.states[home])
-
-    def _decide(
-        self,
-        request: Request,
-        view: View,
-        plan: Plan,
-        state: ShortTermState,
-        avoid: Collection[NodeId],
-    ) -> Choice:
-        """The decision for one PD cluster, or of each set where the nodes in use have several KV
-        formats."""
-        decide = self._decide_in_sets if len(self._fleet.sets) > 1 else self._decide_in_all
-        choice = decide(request, exclude_nodes(view, avoid), plan, state)
-        if isinstance(choice.taken, Hold) and choice.taken.cluster is None and avoid:
-            # Avoiding a node is a preference: nodes that do not answer are not usable anyway.
-            choice = decide(request, view, plan, state)
-        return choice
-
-    def _decide_in_all(
-        self, request: Request, view: View, plan: Plan, state: ShortTermState
-    ) -> Choice:
-        found = route(request, view, plan, state)
-        if (
-            isinstance(found, Hold)
-            and found.cluster is None
-            and (self._is_restarting() or not is_offloadable(request))
-        ):
-            # The restart of the only prefill or the only decode node is no reason to wait for it.
-            # Neither is a PD cluster without a prefill node, for what no other one may prefill.
-            alone = serve_alone(request, view, state)
-            if alone is not None:
-                return Choice(alone, view, True)
-        return Choice(found, view, False)
-
-    def _decide_in_sets(
-        self, request: Request, view: View, plan: Plan, state: ShortTermState
-    ) -> Choice:
-        return route_in_sets(request, self._by_set(view), plan, state)
-
-    def _by_set(self, view: View) -> list[View]:
-        sets = self._fleet.sets
-        return [view] if len(sets) < 2 else [only_nodes(view, nodes) for nodes in sets]
 
     def _has_room(self, cluster: ClusterId) -> bool:
         """Whether the requests held for a cluster are worth a retry: every placed request has
@@ -266,35 +194,18 @@ class Router:
                 return True
             homes = [cluster] if cluster in self.states else self._fleet.homes
             return any(self._fair_holds.can_decode(self.states[home], home) for home in homes)
-        if cluster not in self.states:
-            return False
-        if not (len(self._fleet.sets) > 1 or self._is_restarting()):
-            return False
-        view = self._view(cluster, {})
-        return any(has_room_alone(part, self.states[cluster]) for part in self._by_set(view))
-
-    def _is_restarting(self) -> bool:
-        return self._fleet.members.is_restarting(self._clock.now())
+        return cluster in self.states and self._decisions.has_room_alone(cluster)
 
     def explain(
         self, request: Request, prompt: PromptHashes, home: ClusterId
     ) -> Explanation | None:
-        """Where the request would go now. None while its home has no plan. Books nothing."""
-        if home not in self._plans:
-            return None
-        match = self._fleet.manager.match(prompt)
-        placement = PlacementRequest(request, prompt, home=home)
-        choice = self._choose(placement, self._fleet.prefixes.by_node(match))
-        decided = choice.view.local.cluster
-        view = self._view(decided, self._fleet.prefixes.by_node(match))
-        plan, state = self._plans[decided], self.states[decided]
-        return explain(choice, self._by_set(view), request, plan, state)
+        """Where the request would go now. None while no plan serves its home. Books nothing."""
+        cached = self._fleet.prefixes.by_node(self._fleet.manager.match(prompt))
+        return self._decisions.explain(PlacementRequest(request, prompt, home=home), cached)
 
     def adjust(self) -> None:
         """One step of the short-term loop: adjusts to the fleet's latest reports."""
-        now_s = self._clock.now()
-        for home, state in self.states.items():
-            self.states[home] = adjust(state, self._view(home, {}), now_s)
+        self._decisions.adjust()
         self.short_term_log.record(self.states)
         self._retry_if_waiting()
 
@@ -302,22 +213,12 @@ class Router:
         if self.waiting_room:
             self.retry_waiting()
 
-    def _view(
-        self, home: ClusterId, cached: Mapping[NodeId, NodeMatch], queue: str | None = None
-    ) -> View:
-        """`queue`: the waiting work is what is before the requests of this queue."""
-        room = self.waiting_room
-        fair = queue is not None and (self.tenants.several or len(self._fleet.homes) > 1)
-        held = room.work_before(queue) if fair and queue is not None else room.work
-        return self._fleet.board.view(self._clock.now(), cached, held, home)
-
     def _weight(self, queue: str) -> float:
         return self.tenants.weight(tenant_of(queue))
 
     def _on_prefill_end(self, node: NodeId) -> None:
         if self.tenants.several and node in self._fleet.board:
-            member = self._fleet.members.named(node)
-            if member is not None and not self._fleet.prefills_at(member):
+            if not self._fleet.work.prefills_at(node):
                 # The node has done all that this gateway sent. If its prefills took less time than
                 # predicted, it would seem busy until its next report, and requests would wait.
                 self._fleet.board.forget_work(node)

@@ -32,6 +32,7 @@ UNPLANNED = "no node of the PD cluster has answered yet"
 class GatewayStatus:
     """Reads the gateway's parts; changes none."""
 
+    # limits: the parts of the gateway that it describes
     def __init__(
         self,
         fleet: Fleet,

@@ -34,6 +34,13 @@ class NodeReport(NamedTuple):
     decoding: int  # requests in its decode batch or waiting for a slot
 
 
+class OwnRequests(NamedTuple):
+    """Requests of this router that a node decodes."""
+
+    decoding: int  # whose KV is in place and that have not ended
+    active: int  # these, and those whose KV is still to arrive
+
+
 class _Dispatch(NamedTuple):
     at_s: float
     ready_s: float  # when the copies it needs are made
@@ -116,23 +123,15 @@ class Board:
         view on."""
         self._homes.get(home).costs = costs
 
-    def has_link(self, link_id: LinkId) -> bool:
-        return self._homes.has_link(link_id)
-
     def cluster(self, name: ClusterId) -> ClusterView:
         return self._clusters[name]
 
     def node(self, name: NodeId) -> NodeView:
         return self._nodes[name].view
 
-    def own_decodes(self, name: NodeId) -> int:
-        """Requests of this router whose KV is in place and that have not ended."""
-        return self._nodes[name].own_decodes
-
-    def own_active(self, name: NodeId) -> int:
-        """Requests of this router that the node decodes or will decode."""
+    def own_requests(self, name: NodeId) -> OwnRequests:
         node = self._nodes[name]
-        return node.view.active - node.other_decodes
+        return OwnRequests(node.own_decodes, node.view.active - node.other_decodes)
 
     def decoding(self, name: NodeId) -> int:
         """Requests whose KV is in place and that have not ended, also those of other routers."""
@@ -166,8 +165,9 @@ class Board:
         self._numbers = None
         return True
 
-    def is_up(self, link_id: LinkId) -> bool:
-        return self._homes.link(link_id).up
+    def link(self, link_id: LinkId) -> LinkView | None:
+        """None where no request is handed off over the link."""
+        return self._homes.find_link(link_id)
 
     # Dispatches of this router --------------------------------------------------------------------
 

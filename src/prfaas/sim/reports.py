@@ -74,7 +74,8 @@ class Reports:
             and not busy
             and not report.backlog_bytes
             and report.connections > 0
-            and world.board.is_up(link_id)
+            and (link := world.board.link(link_id)) is not None
+            and link.up
         )
 
     def _deliver(

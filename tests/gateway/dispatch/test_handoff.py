@@ -161,9 +161,9 @@ async def test_the_prefill_node_is_free_before_the_transfer_commits() -> None:
         carrying = asyncio.create_task(one.carry_out())
         await one.kvd.requested(COMMIT)
         far = member_of(one.fleet, F)
-        assert one.fleet.prefills_at(far) == 1
+        assert one.fleet.work.prefills_at(far.node) == 1
         await one.node.script(PREFILL, PREFILLED)
-        await until(lambda: one.fleet.prefills_at(far) == 0)
+        await until(lambda: one.fleet.work.prefills_at(far.node) == 0)
         assert one.booking.stage == "made" and one.trace.committed_s is None
         await one.kvd.script(COMMIT, status("committed"))
         await carrying

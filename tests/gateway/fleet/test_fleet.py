@@ -106,7 +106,7 @@ async def test_a_queue_is_estimated_although_nodes_only_count_requests() -> None
     far = member_of(fleet, F)
     booking = await router.place(placement(LONG, clock), 1.0)
     work_s = booking.route.prefill_s
-    assert fleet.prefills_at(far) == 1
+    assert fleet.work.prefills_at(far.node) == 1
     clock.advance(work_s / 2)
     load(fleet, far, Load(1, 0), clock.now(), own=1)
     assert fleet.board.node(F).free_at_s == pytest.approx(work_s)
@@ -120,7 +120,7 @@ async def test_a_queue_is_estimated_although_nodes_only_count_requests() -> None
     booking.prefilled(clock.now())
     load(fleet, far, Load(0, 0), clock.now())
     assert fleet.board.node(F).free_at_s == pytest.approx(clock.now())
-    assert fleet.prefills_at(far) == 0
+    assert fleet.work.prefills_at(far.node) == 0
 
 
 def test_whether_another_node_decodes() -> None:

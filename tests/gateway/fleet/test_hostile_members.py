@@ -16,7 +16,7 @@ from prfaas.contracts.kvd_api import Heartbeat, KvdReport
 from prfaas.errors import RequestError
 from prfaas.gateway.backend import GatewayBackend, running
 from prfaas.gateway.fleet.fleet import Fleet
-from prfaas.gateway.fleet.link_monitor import LinkMonitor
+from prfaas.gateway.fleet.links.monitor import LinkMonitor
 from prfaas.gateway.fleet.liveness import Liveness
 from prfaas.gateway.fleet.member import Member
 from prfaas.gateway.fleet.polling import Poller

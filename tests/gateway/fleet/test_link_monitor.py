@@ -51,7 +51,8 @@ async def test_a_member_that_does_not_serve_the_model_does_not_judge_links(
     assert member is not None
     fleet.record_report(member, msgspec.structs.replace(found, pool=pool))
     step(fleet, router)
-    assert fleet.links.cut_for_s(link) == 0.0 and fleet.board.is_up(link)
+    assert fleet.links.cut_for_s(link) == 0.0
+    assert (seen := fleet.board.link(link)) is not None and seen.up
     clock.advance(2.0)
     assert fleet.links.cut_for_s(link) == 0.0
     assert (await place(router, placement(2 * LONG, clock)))[0] == F

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from prfaas.config.gateway import DEFAULTS
-from prfaas.gateway.fleet.link_reports import (
+from prfaas.gateway.fleet.links.reports import (
     ANSWERS_WITHIN_S,
     CONNECTING_S,
     STALLED_S,

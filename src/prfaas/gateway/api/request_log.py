@@ -76,6 +76,7 @@ def _line(record: RequestRecord, outcome: str, error_text: str, now_s: float) ->
         "outcome": outcome,
         "route": record.route,
         "reason": trace.reason,
+        "home": trace.home,
         "cluster": trace.cluster,
         "prefill": trace.prefill,
         "decode": trace.decode,
@@ -105,6 +106,7 @@ def _prompt_fields(prompt: PromptRecord) -> dict[str, Any]:
     return {
         "route": route_of(trace),
         "reason": trace.reason,
+        "home": trace.home,
         "cluster": trace.cluster,
         "prefill": trace.prefill,
         "decode": trace.decode,

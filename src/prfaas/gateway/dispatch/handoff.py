@@ -312,7 +312,7 @@ class HandOff:
         prefilling = self._prefilling = self._background_calls.run(
             node.prefill(encode_body(body), headers), self._timeouts.prefill_s
         )
-        beside = self._fleet.has_other_prefills(self._route.prefill)
+        beside = self._fleet.work.has_other_prefills(self._route.prefill)
         record = partial(self._record_prefill, trace, handoff_tokens, self._clock.now(), beside)
         prefilling.add_done_callback(record)
         committing = self._background_calls.run(
@@ -371,7 +371,7 @@ class HandOff:
         if found is not None:
             trace.cached_tokens = found
         cached = min(trace.cached_tokens, tokens)
-        beside = beside or self._fleet.has_other_prefills(self._route.prefill)
+        beside = beside or self._fleet.work.has_other_prefills(self._route.prefill)
         began_s = self._fleet.pace.record_prefill(
             self._route, tokens, cached, sent_s, beside_others=beside
         )

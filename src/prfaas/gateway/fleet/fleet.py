@@ -20,18 +20,18 @@ from prfaas.gateway.client.node_client import Card, Load
 from prfaas.gateway.fleet.booking import Booking
 from prfaas.gateway.fleet.cached_prefixes import CachedPrefixes, Pool, pools_of
 from prfaas.gateway.fleet.formats import sets_of
-from prfaas.gateway.fleet.link_monitor import LinkMonitor
-from prfaas.gateway.fleet.link_reports import LinkReports
+from prfaas.gateway.fleet.gateway_work import GatewayWork
+from prfaas.gateway.fleet.links.monitor import LinkMonitor
+from prfaas.gateway.fleet.links.reports import LinkReports
 from prfaas.gateway.fleet.liveness import Liveness
 from prfaas.gateway.fleet.member import Member, Part
 from prfaas.gateway.fleet.membership import Membership
 from prfaas.gateway.fleet.prefill_pace import PrefillPace
-from prfaas.gateway.fleet.prefill_work import NO_WORK, OthersWork, PrefillWork
 from prfaas.gateway.fleet.roles import Roles
 from prfaas.lateness import LateSince, never_late
 from prfaas.planner.network.problem import NetworkProblem
 from prfaas.planner.problem import Problem
-from prfaas.scheduler.board import Board, NodeReport
+from prfaas.scheduler.board import Board
 from prfaas.scheduler.costs import build_costs
 from prfaas.scheduler.homes.plans import as_network, home_name
 from prfaas.scheduler.plan import Role
@@ -65,6 +65,7 @@ class Fleet:
             _configured_links(deployment, self.homes),
             slots={home_name(home): home.problem.local.decode.bs_max for home in network.homes},
         )
+        self.work = GatewayWork(self.board, clock)
         self.timeouts = deployment.gateway.timeouts
         self.failures = Failures(clock)
         self.members = Membership(deployment, late_since)
@@ -77,22 +78,14 @@ class Fleet:
         # The nodes in use, by KV format: hand-offs and copies stay within one of these sets.
         self.sets: tuple[frozenset[NodeId], ...] = ()
         self.drained: frozenset[ClusterId] = frozenset()  # clusters that get no new requests
-        # What other gateways have at a node.
-        self._others_at: Callable[[NodeId], OthersWork] = lambda _: NO_WORK
         # Set when a node came into use or went out of use; the long-term loop waits for it.
         self.changed = asyncio.Event()
         self._on_change: Callable[[], None] = lambda: None
-        self._work: dict[NodeId, PrefillWork] = {}
         self._clock = clock
 
     def call_on_change(self, on_change: Callable[[], None]) -> None:
         """`on_change` is called after a node has come into use or gone out of use."""
         self._on_change = on_change
-
-    def share_with(self, others_at: Callable[[NodeId], OthersWork]) -> None:
-        """Other gateways send requests to the same nodes. `others_at` returns what they have at a
-        node."""
-        self._others_at = others_at
 
     # Members --------------------------------------------------------------------------------------
 
@@ -119,7 +112,7 @@ class Fleet:
             return  # another member has its name
         if report.node not in self.board:
             self.board.join(member.cluster, report.node)
-            self._work[report.node] = PrefillWork()
+            self.work.add(report.node)
         self.refresh()
 
     def record_card(self, member: Member, card: Card) -> None:
@@ -144,7 +137,8 @@ class Fleet:
     def record_load(
         self, member: Member, load: Load, *, leaving: bool, asked_s: float, own: int
     ) -> None:
-        """Records an engine's load. `own` is `prefills_at` the member when it was polled."""
+        """Records an engine's load. `own` is `work.prefills_at` the node when it was
+        polled."""
         if leaving and not member.leaving:
             log.info("the engine of %s is draining", member.kvd_url)
         member.leaving = leaving
@@ -154,24 +148,8 @@ class Fleet:
         member.engine.hear(self._clock.now())
         node = member.node
         if node is not None and node in self.board:
-            work, view = self._work[node], self.board.node(node)
-            own_decodes = self.board.own_decodes(node)
-            others = self._others_at(node)
-            report = work.node_report(
-                load, view.role, max(own, len(work)), own_decodes, asked_s, others
-            )
-            self.board.record_report(node, report)
+            self.work.record_load(node, load, own, asked_s)
         self.refresh()
-
-    def record_other_work(self) -> None:
-        """Other gateways have reported. Only prefill nodes of PrfaaS clusters are shared as a rule:
-        what a gateway has elsewhere is seen when the engine is polled."""
-        now = self._clock.now()
-        for node, work in self._work.items():
-            if node in self.board and self.board.node(node).role == "prefill":
-                own_decodes = self.board.own_decodes(node)
-                work_s = work.left_s(now) + self._others_at(node).work_s
-                self.board.record_report(node, NodeReport(now, work_s, own_decodes))
 
     def record_engine_failure(self, node: NodeId, *, leaving: bool = False) -> None:
         """A request could not connect to the engine, or was refused because the engine is
@@ -214,27 +192,8 @@ class Fleet:
     def book(self, route: Route, prompt_tokens: int, on_prefill_end: Callable[[], None]) -> Booking:
         costs = self.pace.costs[route.decode_cluster]
         kv_bytes = float(costs.handoff_bytes(prompt_tokens, prompt_tokens))
-        work = self._work[route.prefill]
+        work = self.work.of(route.prefill)
         return Booking(self.board, work, route, kv_bytes, self._clock.now(), on_prefill_end)
-
-    def prefills_at(self, member: Member) -> int:
-        """Prefills of this gateway that the member has not finished."""
-        node = member.node
-        return len(self._work[node]) if node in self._work else 0
-
-    def own_loads(self) -> dict[NodeId, OthersWork]:
-        """What this gateway has at each node, as it tells the other gateways."""
-        now = self._clock.now()
-        found = {}
-        for node, work in self._work.items():
-            load = OthersWork(len(work), work.left_s(now), self.board.own_active(node))
-            if load != NO_WORK:
-                found[node] = load
-        return found
-
-    def has_other_prefills(self, node: NodeId) -> bool:
-        """Whether other gateways prefill there."""
-        return self._others_at(node).prefills > 0
 
     # The state that decisions see -----------------------------------------------------------------
 
@@ -269,7 +228,7 @@ class Fleet:
                 self.board.assign(node, role, usable=usable)
                 changed = True
                 log.info("%s: %s, %s", node, role, "in use" if usable else "not in use")
-        for node in list(self._work):
+        for node in self.work:
             if self.members.named(node) is None:
                 self._remove_from_board(node)
         self.sets = sets_of(used)
@@ -286,7 +245,7 @@ class Fleet:
             self.changed.set()
         if not self.board.leave(node):
             return
-        del self._work[node]
+        self.work.remove(node)
         self.pace.restart(node)
         self.roles.remove(node)
         self.prefixes.remove(node)

@@ -145,7 +145,7 @@ class Poller:
         if member.card is None:
             self._fleet.record_card(member, await node.card())
         asked_s = self._clock.now()
-        own = self._fleet.prefills_at(member)
+        own = self._fleet.work.prefills_at(member.node)
         load = await node.load()
         leaving = await node.draining()
         self._fleet.record_load(member, load, leaving=leaving, asked_s=asked_s, own=own)

@@ -8,12 +8,14 @@ that plans is lost, the others serve on with its last plan.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Set
 from typing import NamedTuple
 
 from prfaas.clock import Clock
 from prfaas.config.deployment import ReplanSection
 from prfaas.contracts.gateway_api import SharedPlan
+from prfaas.errors import InputError
 from prfaas.gateway.homes.traffic import HomeTraffic
 from prfaas.gateway.peers.peers import PeerGateways
 from prfaas.gateway.peers.plan_codec import aged, decode_plans, encode_plans
@@ -22,6 +24,8 @@ from prfaas.planner.problem import Problem
 from prfaas.scheduler.long_term.traffic import TrafficWindow
 from prfaas.scheduler.plan import Plan
 from prfaas.types import ClusterId, NodeId
+
+log = logging.getLogger(__name__)
 
 
 class _Followed(NamedTuple):
@@ -54,6 +58,7 @@ class AmongGateways:
         self._traffic = traffic
         self._clock = clock
         self._followed: _Followed | None = None
+        self._refused: tuple[int, int] | None = None  # a plan with an impossible value
 
     @property
     def plans(self) -> bool:
@@ -82,7 +87,13 @@ class AmongGateways:
         assert shared is not None
         now_s = self._clock.now()
         before = None if self._followed is None else self._followed.plans
-        plans = decode_plans(shared, self._problems, self._rules, now_s)
+        try:
+            plans = decode_plans(shared, self._problems, self._rules, now_s)
+        except InputError as error:
+            if newest != self._refused:
+                log.warning("the plan %d.%d of another gateway is ignored: %s", *newest, error)
+            self._refused = newest
+            return None
         self._followed = _Followed(shared, now_s, plans)
         return None if before is not None and _essence(plans) == _essence(before) else plans
 
@@ -134,6 +145,13 @@ class AmongGateways:
 def _essence(plans: Mapping[ClusterId, Plan]) -> dict[ClusterId, tuple[object, ...]]:
     """What another gateway would follow."""
     return {
-        home: (plan.threshold_tokens, dict(plan.roles), plan.shares, plan.capacity_rps, plan.reason)
+        home: (
+            plan.threshold_tokens,
+            dict(plan.roles),
+            plan.shares,
+            plan.capacity_rps,
+            plan.reason,
+            plan.together,
+        )
         for home, plan in plans.items()
     }

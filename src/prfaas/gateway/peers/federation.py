@@ -59,7 +59,7 @@ class Federation:
             self._instance, self._kvd_urls, self._claim, clock, self.peers.highest_epoch
         )
         self._rows = TrafficRows()
-        fleet.share_with(self._others_at)
+        fleet.work.share_with(self._others_at)
 
     def coordination(self, network: NetworkProblem, traffic: HomeTraffic) -> AmongGateways:
         """`traffic`: of this gateway; the other gateways are told about it from now on."""
@@ -76,7 +76,7 @@ class Federation:
         async def watch() -> None:
             if drains.merge(self.peers.drains(drains.orders)):
                 self._fleet.set_drained(drains.drained)
-            self._fleet.record_other_work()
+            self._fleet.work.record_others()
             if router.waiting_room:
                 router.retry_waiting()
 
@@ -96,7 +96,7 @@ class Federation:
         """This gateway, as the others see it."""
         now_s = self._clock.now()
         first, rows = self._rows.rows_after(after, now_s)
-        loads = self._fleet.own_loads()
+        loads = self._fleet.work.own_loads()
         return GatewayReport(
             cluster=self.own,
             instance=self._instance,

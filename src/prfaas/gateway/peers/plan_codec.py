@@ -91,6 +91,7 @@ def _encode(plan: Plan, now_s: float) -> HomePlan:
         converted_age_s={
             str(node): _within(now_s - at_s, MAX_AGE_S) for node, at_s in plan.converted_s.items()
         },
+        together=tuple(plan.together),
     )
 
 
@@ -132,6 +133,7 @@ def _decode(
         made_s=now_s - age_s,
         converted_s=converted_s,
         reason=home.reason,
+        together=tuple(ClusterId(name) for name in home.together),
     )
 
 

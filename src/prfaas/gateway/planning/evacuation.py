@@ -1,5 +1,6 @@
 """Evacuation: before a node drains or leaves, its hot prefixes are copied to other nodes of its
-cluster and KV format, hottest first, within a time limit. A prefix that is not hot, or is not
+cluster and KV format, hottest first, within a time limit. From a cluster that is drained, they are
+copied to the clusters that it has a link to. A prefix that is not hot, or is not
 copied in time, is computed again when a request needs it. `GlobalKVManager.evacuations` chooses the
 copies.
 """
@@ -7,6 +8,7 @@ copies.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -56,12 +58,38 @@ class Evacuations:
         waits_s = wait_at_pools(pools, fleet.prefill_waits_s())
         living = {pool.name for pool in pools}
         own = [pool.name for pool in pools if pool.node == node]
-        proposals = fleet.manager.evacuations(own, self._clock.now(), living, waits_s)
+        targets = self._targets_elsewhere(node, pools)
+        proposals = fleet.manager.evacuations(own, self._clock.now(), living, waits_s, targets)
         if not proposals:
             return None
         until_s = self._clock.now() + self._rules.evacuate_s
         within_s = self._rules.evacuate_s + self._fleet.timeouts.kvd_call_s
         return self._background_calls.run(self._copy_all(proposals, until_s), within_s)
+
+    def _targets_elsewhere(self, node: NodeId, pools: Sequence[Pool]) -> list[NodeId] | None:
+        """The pools of other clusters that a node of a drained cluster can send to, the best one
+        first: PD clusters take over its requests, and the least busy prefill node takes them first.
+        None: the node's own cluster stays."""
+        fleet = self._fleet
+        member = fleet.members.named(node)
+        if member is None or member.cluster not in fleet.drained:
+            return None
+        waits_s = fleet.prefill_waits_s()
+
+        def order(pool: Pool) -> tuple[bool, float]:
+            other = fleet.members.named(pool.node)
+            wait_s = waits_s[pool.node]
+            is_home = other is not None and other.cluster in fleet.homes
+            return not is_home, math.inf if wait_s is None else wait_s
+
+        reached = [
+            pool
+            for pool in pools
+            if pool.node in waits_s
+            and (other := fleet.members.named(pool.node)) is not None
+            and fleet.links.leads(member.cluster, other.cluster)
+        ]
+        return [pool.name for pool in sorted(reached, key=order)]
 
     async def _copy_all(self, proposals: Sequence[CopyProposal], until_s: float) -> None:
         for batch in batched(proposals, self._rules.at_once):

@@ -1,6 +1,6 @@
 """Replication: copies hot prefixes before their holder becomes the bottleneck, and evacuates nodes
-whose engine leaves. A loop of the gateway that plans; `GlobalKVManager` decides which copies are
-worth their bytes.
+whose engine leaves or whose cluster is drained. `GlobalKVManager` decides which copies are worth
+their bytes. Each of several gateways copies the prefixes that are hot in its own traffic.
 
 A route also copies a prefix, but only where that is better for its one request. Without replication
 all requests with the prefix would wait at its holder for as long as a copy takes. Paper: section
@@ -10,7 +10,7 @@ all requests with the prefix would wait at its holder for as long as a copy take
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from prfaas.clock import Clock
 from prfaas.config.deployment import MovesSection
@@ -36,15 +36,12 @@ class Replication:
         evacuations: Evacuations,
         clock: Clock,
         rules: MovesSection,
-        may_copy: Callable[[], bool],
     ) -> None:
-        """`may_copy`: whether this gateway plans now; of several, only that one copies."""
         self._fleet = fleet
         self._copies = copies
         self._evacuations = evacuations
         self._clock = clock
         self._rules = rules
-        self._may_copy = may_copy
         self._started_s = -math.inf  # the latest copy
         self._copied_s: dict[tuple[NodeId, Compat | None, BlockHash], float] = {}
         self._evacuated: set[NodeId] = set()  # nodes whose engine is gone
@@ -60,8 +57,6 @@ class Replication:
 
     def step(self) -> None:
         """Starts the copies that are worth making now."""
-        if not self._may_copy():
-            return
         self._fleet.failures.contain("replication", self._evacuate_leaving)
         if self._rules.replicate:
             self._fleet.failures.contain("replication", self._replicate)
@@ -100,13 +95,14 @@ class Replication:
         return found
 
     def _evacuate_leaving(self) -> None:
-        """Evacuates nodes whose engine drains or does not answer while their kvd still does: the
-        kvd's pool may be gone soon."""
+        """Evacuates nodes whose cluster is drained, and nodes whose engine drains or does not
+        answer while their kvd still does: the kvd's pool may be gone soon."""
         now, fleet = self._clock.now(), self._fleet
         self._evacuated = {n for n in self._evacuated if fleet.members.named(n) is not None}
         for node in dict.fromkeys(pool.node for pool in fleet.pools()):
             member = fleet.members.named(node)
-            if member is None or member.is_alive(now):
+            stays = member is None or (member.is_alive(now) and member.cluster not in fleet.drained)
+            if stays:
                 self._evacuated.discard(node)
             elif node not in self._evacuated and self._evacuations.evacuate(node):
                 self._evacuations.reset(node)

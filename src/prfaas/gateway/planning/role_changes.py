@@ -100,9 +100,11 @@ class RoleChanges:
         """Another gateway changes roles. The kvd has recorded what the node is now."""
         fleet = self._fleet
         if node in self._coordination.draining():
-            if not fleet.roles.is_draining(node):
+            # In use until the prefixes are copied that are hot in this gateway's traffic.
+            if not fleet.roles.is_draining(node) and self._evacuations.evacuate(node):
                 fleet.drain(node)
             return
+        self._evacuations.reset(node)
         recorded = self.recorded(node)
         if self._coordination.follows and recorded != "both":
             fleet.assign_role(node, recorded)

@@ -54,8 +54,10 @@ class BoardHomes:
         """The PD cluster of that name; the first one for None."""
         return self._first if name is None else self._homes[name]
 
-    def has_link(self, link_id: LinkId) -> bool:
-        return any(link_id in home.links for home in self._homes.values())
+    def find_link(self, link_id: LinkId) -> LinkView | None:
+        if not any(end in self._homes for end in link_id) and len(self._homes) > 1:
+            return None
+        return self._of_link(link_id).links.get(link_id)
 
     def link(self, link_id: LinkId) -> LinkView:
         return self._of_link(link_id).links[link_id]

@@ -89,6 +89,15 @@ def route_from(
     return choice if taken is None or isinstance(taken.taken, Hold) else taken
 
 
+def route_elsewhere(
+    request: Request, others: Iterable[HomeContext], decide: Decide = decide_by_route
+) -> Choice | None:
+    """The choice for a request whose home has no plan. None if no other PD cluster can serve it."""
+    return _serve_elsewhere(
+        request, (other for other in others if other.state.rules.decode_elsewhere), decide
+    )
+
+
 def _serve_elsewhere(
     request: Request,
     others: Iterable[HomeContext],
@@ -113,7 +122,7 @@ def _serve_elsewhere(
             if found.cluster is not None and slot_s < held_slot_s:
                 held, held_slot_s = choice, slot_s
             continue
-        if idle_only and _is_in_the_way(found, other.view):
+        if idle_only and _is_in_the_way(request, found, other):
             continue
         ttft_s = predict_ttft_s(request, choice, other.state) + other.round_trip_s
         if ttft_s < best_s:
@@ -140,13 +149,18 @@ def _has_decode_room(request: Request, taken: Route, view: View) -> bool:
     return node.active < node.slots and node.free_kv_bytes >= _kv_bytes(request, view)
 
 
-def _is_in_the_way(taken: Route, view: View) -> bool:
-    """Whether the route takes something that requests of the PD cluster itself use now: a busy
-    prefill node of its own, or a link to it with bytes on the way. Nodes of PrfaaS clusters are
+def _is_in_the_way(request: Request, taken: Route, other: HomeContext) -> bool:
+    """Whether the route takes something that requests of the other PD cluster itself use now: a
+    busy prefill node of its own, or a link to it with bytes on the way. Also whether it takes a
+    prefill node for longer than the plan expects of a request there. Nodes of PrfaaS clusters are
     shared in another way (`fair_shares`)."""
+    view = other.view
     if taken.offloaded:
         return view.links[taken.cluster, view.local.cluster].pending_bytes > 0
-    return not taken.is_remainder and view.local.node(taken.prefill).free_at_s > view.now_s
+    if taken.is_remainder:
+        return False
+    is_long = request.prompt_tokens - taken.cached_tokens > other.plan.threshold_tokens
+    return is_long or view.local.node(taken.prefill).free_at_s > view.now_s
 
 
 def _takes_guests(request: Request, other: HomeContext) -> bool:

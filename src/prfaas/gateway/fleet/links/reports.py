@@ -31,6 +31,9 @@ class LinkReports:
         self._reported_s: dict[tuple[str, str], float] = {}  # kvd, peer: the latest report's time
         self._stalled_s: dict[LinkId, float] = {}  # links over which no byte passes, since when
 
+    def is_stated(self, link_id: LinkId) -> bool:
+        return link_id in self._relays
+
     def relay(self, link_id: LinkId) -> str | None:
         """Address of the relay through which the link leads, if there is one."""
         return self._relays.get(link_id)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 
 from prfaas.clock import Clock
-from prfaas.gateway.fleet.link_reports import LinkReports
+from prfaas.gateway.fleet.links.reports import LinkReports
 from prfaas.gateway.fleet.member import Member
 from prfaas.gateway.fleet.membership import Membership
 from prfaas.scheduler.board import Board
 from prfaas.scheduler.view import LinkId
+from prfaas.types import ClusterId
 
 log = logging.getLogger(__name__)
 
@@ -28,10 +29,10 @@ class LinkMonitor:
         """Passes new link reports to the board, and logs links that were cut or restored."""
         now = self._clock.now()
         for link_id, stats in self._reports.collect(self._trusted(now), now).items():
-            if not self._board.has_link(link_id):
+            if self._board.link(link_id) is None:
                 continue  # between two PD clusters: no request is handed off over it
             self._board.record_link_report(link_id, stats)
-            if self._board.is_up(link_id):
+            if (link := self._board.link(link_id)) is not None and link.up:
                 if self._cut_s.pop(link_id, None) is not None:
                     log.info("link %s -> %s is restored", *link_id)
             elif link_id not in self._cut_s:
@@ -53,6 +54,10 @@ class LinkMonitor:
         """How long the link has been cut; 0 when it is up."""
         since_s = self._cut_s.get(link_id)
         return 0.0 if since_s is None else self._clock.now() - since_s
+
+    def leads(self, source: ClusterId, target: ClusterId) -> bool:
+        """Whether the deployment states a link from one cluster to another one."""
+        return source != target and self._reports.is_stated((source, target))
 
     def relay_between(self, source: Member, target: Member) -> str | None:
         """Address of the relay through which the source's kvd reaches the target's; None: the

@@ -1,0 +1,79 @@
+"""What this gateway and the other gateways have at each node. Bookkeeping only.
+
+A node reports how many requests it has, and not whose they are or how long they take. This gateway
+knows its own, and the other gateways of the deployment say what they have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prfaas.clock import Clock
+from prfaas.gateway.client.node_client import Load
+from prfaas.gateway.fleet.prefill_work import NO_WORK, OthersWork, PrefillWork
+from prfaas.scheduler.board import Board, NodeReport
+from prfaas.types import NodeId
+
+
+class GatewayWork:
+    def __init__(self, board: Board, clock: Clock) -> None:
+        self._board = board
+        self._clock = clock
+        self._work: dict[NodeId, PrefillWork] = {}
+        self._others_at: Callable[[NodeId], OthersWork] = lambda _: NO_WORK
+
+    def share_with(self, others_at: Callable[[NodeId], OthersWork]) -> None:
+        """Other gateways send requests to the same nodes. `others_at` returns what they have at a
+        node."""
+        self._others_at = others_at
+
+    def add(self, node: NodeId) -> None:
+        self._work[node] = PrefillWork()
+
+    def remove(self, node: NodeId) -> None:
+        del self._work[node]
+
+    def of(self, node: NodeId) -> PrefillWork:
+        return self._work[node]
+
+    def __iter__(self) -> Iterator[NodeId]:
+        return iter(list(self._work))
+
+    def prefills_at(self, node: NodeId | None) -> int:
+        """Prefills of this gateway that the node has not finished."""
+        return len(self._work[node]) if node in self._work else 0
+
+    def has_other_prefills(self, node: NodeId) -> bool:
+        """Whether other gateways prefill there."""
+        return self._others_at(node).prefills > 0
+
+    def record_load(self, node: NodeId, load: Load, own: int, asked_s: float) -> None:
+        """Passes an engine's load to the board. `own` is `prefills_at` the node when it was
+        polled."""
+        work, role = self._work[node], self._board.node(node).role
+        decoding = self._board.own_requests(node).decoding
+        others = self._others_at(node)
+        own = max(own, len(work))
+        report = work.node_report(load, role, own, decoding, asked_s, others)
+        self._board.record_report(node, report)
+
+    def record_others(self) -> None:
+        """The other gateways have reported. Prefill nodes are those of PrfaaS clusters, which all
+        gateways use, and of PD clusters; what decodes is seen when an engine is polled."""
+        now = self._clock.now()
+        for node, work in self._work.items():
+            if self._board.node(node).role == "prefill":
+                work_s = work.left_s(now) + self._others_at(node).work_s
+                decoding = self._board.own_requests(node).decoding
+                self._board.record_report(node, NodeReport(now, work_s, decoding))
+
+    def own_loads(self) -> dict[NodeId, OthersWork]:
+        """What this gateway has at each node, as it tells the other gateways."""
+        now = self._clock.now()
+        found = {}
+        for node, work in self._work.items():
+            active = self._board.own_requests(node).active
+            load = OthersWork(len(work), work.left_s(now), active)
+            if load != NO_WORK:
+                found[node] = load
+        return found

@@ -1,0 +1,1 @@
+"""The links between clusters: reports of kvds on their connections, one report per link."""

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prfaas.planner.network.solve import NetworkPlanner
+from prfaas.scheduler.homes.fair_shares import (
+    IDLE_S,
+    LEAST_WEIGHT,
+    SharedCluster,
+    ShareUses,
+    is_ahead,
+    planned_work,
+    share_hold,
+    weights_of,
+)
+from prfaas.scheduler.request import Request, Route
+from prfaas.scheduler.view import NodeView
+from prfaas.scheduler.waiting import Hold
+from prfaas.types import ClusterId, NodeId
+from tests.scheduler.homes.networks import EAST, NETWORK, NORTH, PLANS, SOUTH, WEST
+
+NODE = NodeId("north-0")
+ROUTE = Route(NORTH, NODE, EAST, NodeId("east-3"), True, 0, 0, 0, 2.0, (), "long")
+REQUEST = Request(1, 500, 3.0)
+NOW_S = 100.0
+
+
+def test_planned_work_is_what_the_planner_gives_each_prfaas_cluster() -> None:
+    solved = NetworkPlanner("exact").solve(NETWORK)
+    for cluster in (NORTH, SOUTH):
+        (prfaas,) = (one for one in solved.prfaas if one.cluster == cluster)
+        total = sum(planned_work(plan)[cluster] for plan in PLANS.values())
+        assert total == pytest.approx(prfaas.utilisation * prfaas.instances, rel=1e-6)
+
+
+def test_every_home_has_a_weight_at_every_prfaas_cluster() -> None:
+    unused = replace(PLANS[WEST], shares=(0.0, 1.0))
+    weights = weights_of({EAST: PLANS[EAST], WEST: unused}, NORTH)
+    assert weights[EAST] == planned_work(PLANS[EAST])[NORTH]
+    assert weights[WEST] == LEAST_WEIGHT * weights[EAST]
+    assert weights_of(PLANS, ClusterId("new")) == {EAST: 1.0, WEST: 1.0}
+
+
+def test_uses_add_up_and_decay() -> None:
+    uses = ShareUses(10.0)
+    uses.record(NORTH, EAST, 3.0, 0.0)
+    uses.record(NORTH, EAST, 1.0, 5.0)
+    uses.record(NORTH, WEST, 2.0, 5.0)
+    assert uses.used_s(NORTH, EAST, 15.0) == pytest.approx(3 * math.exp(-1.5) + math.exp(-1))
+    assert uses.of_homes(NORTH, 15.0)[WEST] == pytest.approx(2 * math.exp(-1))
+    assert uses.used_s(SOUTH, EAST, 15.0) == 0.0
+    uses.replace(NORTH, WEST, 7.0, 15.0)
+    assert uses.used_s(NORTH, WEST, 14.0) == 7.0, "an earlier time does not raise a use"
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([EAST, WEST]), st.floats(0.01, 60.0)), max_size=30),
+    st.floats(0.0, 5.0),
+)
+def test_two_homes_are_not_both_ahead(
+    dispatched: list[tuple[ClusterId, float]], margin_s: float
+) -> None:
+    uses = ShareUses()
+    for number, (home, stated_s) in enumerate(dispatched):
+        uses.record(NORTH, home, stated_s, float(number))
+    used_s, weights = uses.of_homes(NORTH, 40.0), {EAST: 3.0, WEST: 1.0}
+    both = [is_ahead(home, used_s, weights, weights, margin_s) for home in weights]
+    assert not all(both)
+
+
+def held(
+    *,
+    free_at_s: float,
+    east_s: float = 30.0,
+    west_s: float = 0.0,
+    wanting: tuple[ClusterId, ...] = (),
+) -> Hold | None:
+    """The hold of a request of `east`, which has twice the share of `west`."""
+    node = NodeView(NODE, "prefill", True, free_at_s, 0, 0, 0, 0.0)
+    shared = SharedCluster(NORTH, {EAST: 2.0, WEST: 1.0}, {EAST: east_s, WEST: west_s}, wanting)
+    return share_hold(ROUTE, REQUEST, EAST, shared, node, NOW_S, stated_s=2.0, queue_s=0.5)
+
+
+def test_a_home_that_is_ahead_leaves_a_free_node_to_the_home_that_wants_it() -> None:
+    found = held(free_at_s=NOW_S, wanting=(WEST,))
+    assert found == Hold("west has had less of its share of north", NORTH, 2.0, 3.0)
+
+
+def test_an_unused_share_may_be_used_by_others() -> None:
+    assert held(free_at_s=NOW_S) is None, "no other home wants the node"
+    assert held(free_at_s=NOW_S - 2 * IDLE_S, wanting=(WEST,)) is None, "the node is idle"
+
+
+def test_a_home_within_its_share_is_not_held() -> None:
+    assert held(free_at_s=NOW_S, west_s=14.0, wanting=(WEST,)) is None, "its own prefill is allowed"
+    assert held(free_at_s=NOW_S, west_s=13.9, wanting=(WEST,)) is not None
+    assert held(free_at_s=NOW_S + 9.0, west_s=14.0, wanting=(WEST,)) is None
+
+
+def test_a_home_that_is_ahead_does_not_fill_the_queues_of_nodes() -> None:
+    assert held(free_at_s=NOW_S + 0.4) is None
+    found = held(free_at_s=NOW_S + 0.6)
+    assert found is not None and found.cluster == NORTH
+
+
+def test_requests_do_not_pass_the_waiting_ones_of_their_home() -> None:
+    found = held(free_at_s=NOW_S + 0.6, east_s=0.0, wanting=(EAST,))
+    assert found is not None and found.reason == "other requests of east wait for north"
+    assert held(free_at_s=NOW_S, east_s=0.0, wanting=(EAST,)) is None
