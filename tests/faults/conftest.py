@@ -67,8 +67,8 @@ async def sockets(deployment: FaultDeployment) -> dict[str, int]:
     return found
 
 
-def make_setup(engine: FaultEngine, folder: Path) -> Iterator[FaultSetup]:
-    ready, lengths = prepare_fault_deployment(engine, CASE_STUDY, folder, folder / "cache", print)
+def make_setup(engine: FaultEngine, folder: Path, file: Path = CASE_STUDY) -> Iterator[FaultSetup]:
+    ready, lengths = prepare_fault_deployment(engine, file, folder, folder / "cache", print)
     # Not async fixtures and tests: the deployment outlives a test, and so does the event loop that
     # watches its processes.
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -46,8 +46,11 @@ def test_stores_that_fill_in_the_beginning_do_not_count() -> None:
     assert found.judged and found.flat
 
 
-def test_a_young_process_may_become_as_large_as_an_old_one_that_stays() -> None:
+def test_a_process_may_become_as_large_as_another_one_that_stays() -> None:
     old, young = Growth(1200.0, (64 << 20, 64 << 20)), Growth(300.0, (50 << 20, 60 << 20))
+    assert growing_processes({"kvd-a": Growth(300.0, old.own_bytes), "kvd-b": young}) == []
+    older = Growth(1500.0, young.own_bytes)
+    assert growing_processes({"kvd-a": old, "kvd-b": older}) == [], "age does not matter, size does"
     assert growing_processes({"kvd-a": old, "kvd-b": young}) == []
     assert growing_processes({"kvd-b": young}) == ["kvd-b"]
     assert growing_processes({"a": old, "kvd-b": young}) == ["kvd-b"], "another kind says nothing"
@@ -58,3 +61,27 @@ def test_a_young_process_may_become_as_large_as_an_old_one_that_stays() -> None:
         "kvd-a",
         "kvd-b",
     ]
+
+
+def test_a_size_at_which_no_process_was_seen_to_stay_excuses_nothing() -> None:
+    growing = Growth(600.0, (50 << 20, 60 << 20))
+    short = Growth(SETTLED_S - 1, (80 << 20, 80 << 20))
+    assert not short.judged
+    assert growing_processes({"kvd-a": short, "kvd-b": growing}) == ["kvd-b"]
+
+
+def test_a_leak_in_all_processes_of_a_kind_is_found_whatever_their_ages() -> None:
+    """The one that has run longest is the largest, and is not steady. One that was restarted late
+    may look steady, at a smaller size."""
+
+    def leaking(run_s: float) -> Growth:
+        run = [
+            Sample(at_s, {"p": ResourceUsage(1, 5, (50 << 20) + int(at_s * (1 << 20) / 30))})
+            for at_s in range(0, int(run_s) + 1, 5)
+        ]
+        return Growth.of(run)["p"]
+
+    late, middle, first = leaking(200.0), leaking(500.0), leaking(900.0)
+    assert late.judged and late.flat
+    found = growing_processes({"kvd-late": late, "kvd-middle": middle, "kvd-first": first})
+    assert "kvd-first" in found

@@ -11,7 +11,7 @@ import pytest
 
 from prfaas.faults.clients import Clients
 from prfaas.faults.credentials import ORDINARY_TENANTS
-from prfaas.faults.deployment import GATEWAYS, FaultDeployment
+from prfaas.faults.deployment import FaultDeployment
 from prfaas.faults.questions import Question, Verdict, body
 from prfaas.faults.resource_usage import wait_until_idle
 from tests.faults.conftest import FaultSetup
@@ -44,7 +44,7 @@ async def told(
 
 async def gone(deployment: FaultDeployment, names: Collection[str]) -> bool:
     """And known to be, at every gateway."""
-    used = [await deployment.used_by(gateway) for gateway in range(len(GATEWAYS))]
+    used = [await deployment.used_by(gateway) for gateway in range(len(deployment.gateways))]
     return not any(used_by.intersection(names) for used_by in used)
 
 
@@ -55,7 +55,7 @@ def test_with_no_way_left_clients_hear_when_to_come_again(emulated_setup: FaultS
 
     async def main() -> None:
         long, *_, short = await emulated_setup.campaign.questions(4)
-        home = [name for name in deployment.names if name != deployment.far]
+        home = deployment.layout.locals
         for name in home:
             await deployment.kill(name)
         try:
@@ -63,7 +63,7 @@ def test_with_no_way_left_clients_hear_when_to_come_again(emulated_setup: FaultS
             refusals = await asyncio.gather(
                 *(
                     told(deployment, gateway, question, stream=stream)
-                    for gateway in range(len(GATEWAYS))
+                    for gateway in range(len(deployment.gateways))
                     for question in (long, short)
                     for stream in (False, True)
                 )

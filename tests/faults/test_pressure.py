@@ -59,13 +59,13 @@ def test_a_cut_wan_under_load_does_not_stampede_home(emulated_setup: FaultSetup)
         question = await learn_answer(deployment.node(decode), ids, 4)
         before = (await deployment.state())["retries"]
         clients = Clients(deployment, "stampede")
-        deployment.wan("outage")
+        deployment.links.order("outage")
         try:
             asked = await asyncio.gather(
                 *(clients.ask(question, salt=f"stampede {n}") for n in range(MANY))
             )
         finally:
-            deployment.wan("restore")
+            deployment.links.order("restore")
         after = (await deployment.state())["retries"]
         verdicts = [one.verdict for one in asked]
         assert set(verdicts) == {Verdict.RIGHT, Verdict.REFUSED}, [str(one) for one in asked]

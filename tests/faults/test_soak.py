@@ -36,6 +36,7 @@ def test_a_soak_is_well_when_everything_is_accounted_for() -> None:
     for unwell in (
         replace(WELL, requests=11),
         replace(WELL, wrong=["one"]),
+        replace(WELL, unexcused=["one"]),
         replace(WELL, untold=["one"]),
         replace(WELL, unmended=["one"]),
         replace(WELL, grown=["gateway-0"]),

@@ -14,6 +14,8 @@ import uvloop
 from prfaas.clock import MonotonicClock
 from prfaas.display.console import print_json
 from prfaas.faults.actors.situation import ACTORS, ActorName
+from prfaas.faults.catalogue import FAULTS
+from prfaas.faults.clusters.catalogue import CLUSTER_FAULTS
 from prfaas.faults.deployment import launched_fault_deployment
 from prfaas.faults.preparation import FaultEngine, prepare_fault_deployment
 from prfaas.faults.soak import Soak, SoakOptions, SoakReport, limit_tenants
@@ -23,6 +25,7 @@ from prfaas.launch.preparation import CACHE
 
 CASE_STUDY = Path("configs/case_study.toml")
 _OPTIONS = SoakOptions()
+_FAULTS = [fault.name for fault in (*FAULTS, *CLUSTER_FAULTS)]
 
 
 @click.command()
@@ -63,6 +66,15 @@ _OPTIONS = SoakOptions()
     help="Seconds from one fault to the next.",
 )
 @click.option(
+    "--fault",
+    "only",
+    type=click.Choice(_FAULTS),
+    metavar="NAME",
+    multiple=True,
+    help="Fault that strikes; may be given several times. A wrong name lists all.  "
+    "[default: all that the deployment can have]",
+)
+@click.option(
     "--kill-workers",
     "kill_workers_s",
     type=click.FloatRange(min=0, min_open=True),
@@ -79,7 +91,8 @@ _OPTIONS = SoakOptions()
     default=CASE_STUDY,
     show_default=True,
     type=click.Path(path_type=Path),
-    help="Deployment file whose clusters the emulated engines serve, scaled down.",
+    help="Deployment file whose clusters are served, scaled down. With --engine hf only the names "
+    "of several clusters and their links are taken from it.",
 )
 @click.option(
     "--out", type=click.Path(path_type=Path), help="File to write the report to, besides stdout."
@@ -96,6 +109,7 @@ def soak(
     hostile: bool,
     actors: tuple[ActorName, ...],
     fault_every_s: float,
+    only: tuple[str, ...],
     kill_workers_s: float | None,
     seed: int,
     file: Path,
@@ -108,20 +122,25 @@ def soak(
     and damages bytes; memory and disks are full; wall clocks jump. The deployment: one PrfaaS node,
     one prefill node, two decode nodes, two gateways; each kvd has one worker.
 
+    A deployment file with several pd clusters is served by as many small clusters as it has, with
+    a gateway for each pd cluster. Whole clusters are killed, cut off and drained there, too, and
+    the gateway that plans is killed.
+
     Three tenants send the traffic. With --hostile, a fourth tenant, fake kvds with a stolen member
     key and a peer kvd attack the gateways and the kvds meanwhile (docs/faults.md). Compare the
     report's `ttft` with that of a soak without them, both with --no-faults: random faults would
     hide the difference.
 
-    Prints a report as JSON. The exit code is 0 when every request is accounted for, no token
-    differs from the answer of a single node, memory and sockets do not grow, and the pool of every
-    kvd is consistent.
+    Prints a report as JSON. The exit code is 0 when every request is accounted for, none has
+    failed whose gateway and decode node were up, no token differs from the answer of a single node,
+    memory and sockets do not grow, and the pool of every kvd is consistent.
 
     \b
       prfaas soak --minutes 3
       prfaas soak --minutes 30 --engine hf --out soak.json
       prfaas soak --minutes 15 --no-faults --hostile
       prfaas soak --minutes 3 --no-faults --kill-workers 10
+      prfaas soak --minutes 15 --deployment configs/two_by_two.toml
     """
     folder = logs or Path(tempfile.mkdtemp(prefix="prfaas-soak-"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -138,6 +157,7 @@ def soak(
         faults=faults,
         kill_workers_s=kill_workers_s,
         actors=(actors or ACTORS) if hostile else (),
+        only=only,
     )
     ready, lengths = prepare_fault_deployment(engine, file, folder, CACHE, say)
 

@@ -10,14 +10,15 @@ import asyncio
 import re
 import resource
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
 from prfaas.cache.hashing import block_hashes
 from prfaas.errors import PeerError
-from prfaas.faults.deployment import GATEWAYS, LOOK_S, FaultDeployment
+from prfaas.faults.deployment import LOOK_S, FaultDeployment
 from prfaas.faults.questions import Verdict
 from prfaas.faults.worker_processes import send_signal, workers_of
 
@@ -54,40 +55,60 @@ class Fault:
 
 
 async def anytime(deployment: FaultDeployment) -> str | None:
-    return deployment.far
+    return deployment.names[0]
 
 
 async def prefilling(deployment: FaultDeployment) -> str | None:
-    """The PrfaaS node, while it computes a prefill."""
-    outgoing = (await deployment.stats(deployment.far))["outgoing"]
-    return deployment.far if outgoing["writing"] else None
+    """A PrfaaS node, while it computes a prefill."""
+    return await first_with(
+        deployment.layout.remotes, partial(_has_outgoing, deployment, "writing")
+    )
 
 
 async def sending(deployment: FaultDeployment) -> str | None:
-    """The PrfaaS node, after it has computed a prefill and while its kvd still sends."""
-    outgoing = (await deployment.stats(deployment.far))["outgoing"]
-    return deployment.far if outgoing["sending"] else None
+    """A PrfaaS node, after it has computed a prefill and while its kvd still sends."""
+    return await first_with(
+        deployment.layout.remotes, partial(_has_outgoing, deployment, "sending")
+    )
+
+
+async def _has_outgoing(deployment: FaultDeployment, state: str, name: str) -> bool:
+    return bool((await deployment.stats(name))["outgoing"][state])
 
 
 async def awaiting(deployment: FaultDeployment) -> str | None:
     """A decode node that is receiving state: no token of that request has been sent."""
-    for name in await deployment.with_role("decode"):
-        if (await deployment.stats(name))["incoming"]["granted"]:
-            return name
-    return None
+
+    async def receives(name: str) -> bool:
+        return bool((await deployment.stats(name))["incoming"]["granted"])
+
+    return await first_with(await deployment.with_role("decode"), receives)
 
 
 async def receiving(deployment: FaultDeployment) -> str | None:
-    """A decode node that is receiving state which the kvd of the PrfaaS node is sending."""
+    """A decode node that is receiving state which the kvd of a PrfaaS node is sending."""
     return await awaiting(deployment) if await sending(deployment) is not None else None
 
 
 async def decoding(deployment: FaultDeployment) -> str | None:
     """A decode node that generates, and no longer holds the transferred state."""
-    for name in await deployment.with_role("decode"):
+
+    async def generates(name: str) -> bool:
         incoming = (await deployment.stats(name))["incoming"]
-        if await running(deployment, name) and not incoming["attached"]:
-            return name
+        return await running(deployment, name) and not incoming["attached"]
+
+    return await first_with(await deployment.with_role("decode"), generates)
+
+
+async def first_with(
+    names: Sequence[str], condition: Callable[[str], Awaitable[bool]]
+) -> str | None:
+    """The first node that fulfils the condition. One that does not respond does not: another fault
+    may have struck it."""
+    for name in names:
+        with suppress(PeerError):
+            if await condition(name):
+                return name
     return None
 
 
@@ -98,7 +119,7 @@ async def running(deployment: FaultDeployment, name: str) -> bool:
 
 async def a_gateway(deployment: FaultDeployment) -> str | None:
     """A gateway that has requests in flight."""
-    for number, name in enumerate(GATEWAYS):
+    for number, name in enumerate(deployment.gateways):
         if (await deployment.state(number))["requests"]["in_flight"]:
             return name
     return None
@@ -117,11 +138,10 @@ async def kvd_killed(deployment: FaultDeployment, name: str) -> Mend:
 
 
 async def frozen(deployment: FaultDeployment, name: str) -> Mend:
-    child = deployment.child(name)
-    child.freeze()
+    deployment.freeze(name)
 
     async def thaw() -> None:
-        child.thaw()
+        deployment.thaw(name)
 
     return thaw
 
@@ -160,22 +180,26 @@ def _signalled_workers(deployment: FaultDeployment, name: str, number: signal.Si
 
 
 async def wan_out(deployment: FaultDeployment, name: str) -> Mend:
-    deployment.wan("outage")
+    deployment.links.order("outage")
     return partial(_order, deployment, "restore")
 
 
 async def wan_slow(deployment: FaultDeployment, name: str) -> Mend:
-    deployment.wan(f"gbps {deployment.gbps * SLOW:g}")
-    return partial(_order, deployment, f"gbps {deployment.gbps:g}")
+    deployment.links.set_rates(SLOW)
+
+    async def back() -> None:
+        deployment.links.set_rates(1.0)
+
+    return back
 
 
 async def wan_damages(deployment: FaultDeployment, name: str) -> Mend:
-    deployment.wan(f"damage {DAMAGED_CHUNKS}")
+    deployment.links.order(f"damage {DAMAGED_CHUNKS}")
     return partial(_order, deployment, "damage 0")
 
 
 async def _order(deployment: FaultDeployment, order: str) -> None:
-    deployment.wan(order)
+    deployment.links.order(order)
 
 
 async def arenas_full(deployment: FaultDeployment, name: str) -> Mend:
@@ -259,7 +283,7 @@ async def strike_when_possible(deployment: FaultDeployment, fault: Fault, within
     a process killed and never restarted."""
     until_s = deployment.clock.now() + within_s
     if fault.crawls:
-        deployment.wan(f"gbps {deployment.gbps * CRAWL:g}")
+        deployment.links.set_rates(CRAWL)
     try:
         while True:
             try:
@@ -272,7 +296,7 @@ async def strike_when_possible(deployment: FaultDeployment, fault: Fault, within
             await asyncio.sleep(LOOK_S)
     finally:
         if fault.crawls:
-            deployment.wan(f"gbps {deployment.gbps:g}")
+            deployment.links.set_rates(1.0)
 
 
 FAULTS = (

@@ -1,6 +1,6 @@
-"""Clients of a deployment with two gateways.
+"""Clients of a deployment with several gateways.
 
-A client goes to the other gateway when its gateway cannot be reached or ends the connection before
+A client goes to another gateway when its gateway cannot be reached or ends the connection before
 the first token. A client may also hang up. Every request gets a verdict.
 """
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from prfaas.faults.credentials import ORDINARY_TENANTS
-from prfaas.faults.deployment import GATEWAYS, FaultDeployment
+from prfaas.faults.deployment import FaultDeployment
 from prfaas.faults.questions import Question, Verdict, body, judge
 from prfaas.measure.client import TimedResponse
 
@@ -58,13 +58,13 @@ class Clients:
         deployment, request_id = self._deployment, f"{self._name}-{next(self._numbers)}"
         asked_s = deployment.clock.now()
         for attempt in range(ATTEMPTS):
-            number = (gateway + attempt) % len(GATEWAYS)
-            target, name = deployment.targets_of[tenant][number], GATEWAYS[number]
-            killed = deployment.killed[name]
+            number = (gateway + attempt) % len(deployment.gateways)
+            target, name = deployment.targets_of[tenant][number], deployment.gateways[number]
+            sent_s = deployment.clock.now()
             sent = body(target.model, question, stream=stream, salt=salt)
             named = f"{request_id}.{attempt}"
             answer = await target.complete(sent, leaves_after_s, named)
-            died = deployment.killed[name] > killed or name not in deployment.processes
+            died = deployment.downtimes.include(name, sent_s, deployment.clock.now())
             verdict = judge(question, answer, left=leaves_after_s is not None, gateway_died=died)
             lost = verdict is Verdict.LOST and not answer.token_ids
             if not (lost or answer.error == _UNREACHED):

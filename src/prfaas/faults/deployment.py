@@ -1,4 +1,7 @@
-"""A deployment of real processes for fault injection: two gateways, hosts in two clusters, a WAN.
+"""A deployment of real processes for fault injection: gateways, hosts in clusters, a WAN.
+
+With one PD cluster it has two gateways, of which the first makes plans. With several it has one for
+each, and they elect the one that plans (`clusters/gateways.py`).
 
 It has the keys of a real deployment: of tenants, of the operator and of the members. Every process
 can be killed, frozen, and restarted at its old address. The restart stands for a service manager;
@@ -9,9 +12,8 @@ catalogue of faults or the requests of the clients.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,10 +25,12 @@ import msgspec
 
 from prfaas.clock import MonotonicClock
 from prfaas.config import Deployment
-from prfaas.config.write import deployment_toml
-from prfaas.contracts.readiness import GatewayReady
 from prfaas.errors import PeerError, PeerHttpError
+from prfaas.faults.clusters.gateways import RunningGateways, start_gateways
+from prfaas.faults.clusters.layout import Layout
+from prfaas.faults.clusters.links import Links
 from prfaas.faults.credentials import ORDINARY_TENANTS, Credentials
+from prfaas.faults.downtimes import Downtimes
 from prfaas.faults.wall_clock import WallClock
 from prfaas.faults.worker_processes import name_workers
 from prfaas.http_client.client import HttpClient, open_client
@@ -38,7 +42,6 @@ from prfaas.launch.request_outcomes import RequestOutcomes
 from prfaas.measure.client import CONNECT_S, Target
 from prfaas.security.shared_key import SharedKey, bearer
 
-GATEWAYS = ("gateway-0", "gateway-1")  # only the first one makes plans
 LOOK_S = 0.05  # between two polls
 PATIENCE_S = 120.0  # limit of every wait; engines import torch slowly on a busy machine
 ASK_S = 10.0  # timeout of a request to a kvd, a node or a gateway's state
@@ -65,7 +68,7 @@ class FaultDeployment:
         self,
         hosts: RunningHosts,
         commands_of: dict[str, Command[Any]],
-        urls: Sequence[str],
+        gateways: RunningGateways,
         access: Access,
         outcomes: RequestOutcomes,
         wall_clock: WallClock,
@@ -76,18 +79,23 @@ class FaultDeployment:
         self.access = access
         self.clock = MonotonicClock()
         model = hosts.deployment.model.name
+        self.gateways = list(gateways.urls)  # names of the processes
         self.targets_of = {
-            tenant: [Target(session, url, self.clock, model) for url in urls]
+            tenant: [Target(session, url, self.clock, model) for url in gateways.urls.values()]
             for tenant, session in access.tenants.items()
         }
         self.targets = self.targets_of[ORDINARY_TENANTS[0]]
-        self.killed: Counter[str] = Counter()
+        self.downtimes = Downtimes()
+        self.layout = Layout(hosts.deployment)
         self.hosts = hosts
-        self._commands = commands_of
+        self._commands = {**commands_of, **gateways.commands}
         self._children = hosts.children
-        (self._wan,) = (way.name for way in commands.relayed_links(hosts.deployment))
-        self.gbps = commands.relayed_links(hosts.deployment)[0].link.gbps
-        self._local = self.deployment.of_kind("pd")[0].name
+        from_prfaas = [
+            way
+            for way in commands.relayed_links(hosts.deployment)
+            if way.link.source not in self.layout.homes
+        ]
+        self.links = Links(hosts.children, from_prfaas, gateways.relay)
 
     # Processes ------------------------------------------------------------------------------------
 
@@ -95,13 +103,6 @@ class FaultDeployment:
     def names(self) -> list[str]:
         """Names of the nodes."""
         return [host.name for host in commands.list_hosts(self.deployment)]
-
-    @property
-    def far(self) -> str:
-        """The PrfaaS node, in the remote cluster."""
-        return next(
-            h.name for h in commands.list_hosts(self.deployment) if h.cluster != self._local
-        )
 
     def child(self, name: str) -> Child[Any]:
         return self._children.named(name)
@@ -148,15 +149,17 @@ class FaultDeployment:
         return await self.get(f"{self.targets[gateway].url}/prfaas/v1/state")
 
     async def with_role(self, role: str) -> list[str]:
-        """Nodes of the local cluster that have this role."""
-        clusters = (await self.state())["clusters"]
-        (local,) = (c for c in clusters if c["cluster"] == self._local)
-        return [node["node"] for node in local["nodes"] if node.get("role") == role]
+        """Nodes of the PD clusters that have this role, according to the first gateway that
+        responds. Raises `PeerError`."""
+        clusters = (await _first_state(self))["clusters"]
+        homes = [cluster for cluster in clusters if cluster["cluster"] in self.layout.homes]
+        nodes = [node for home in homes for node in home["nodes"]]
+        return [node["node"] for node in nodes if node.get("role") == role]
 
     # Actions --------------------------------------------------------------------------------------
 
     async def kill(self, name: str) -> None:
-        self.killed[name] += 1
+        self.downtimes.begin(name, self.clock.now())
         await self.child(name).kill()
 
     async def restart(self, name: str) -> None:
@@ -164,10 +167,17 @@ class FaultDeployment:
         child = await self._children.start(self._commands[name])
         async with asyncio.timeout(PATIENCE_S):
             await child.ready()
+        if name in self.gateways:
+            await self.until(partial(_can_serve, self, self.gateways.index(name)))
+        self.downtimes.end(name, self.clock.now())
 
-    def wan(self, order: str) -> None:
-        """Sends a line to the relay, in the syntax of `prfaas wan --control`."""
-        self.child(self._wan).write_line(order)
+    def freeze(self, name: str) -> None:
+        self.downtimes.begin(name, self.clock.now())
+        self.child(name).freeze()
+
+    def thaw(self, name: str) -> None:
+        self.child(name).thaw()
+        self.downtimes.end(name, self.clock.now())
 
     async def until(self, condition: Callable[[], Any], within_s: float = PATIENCE_S) -> None:
         """Polls `condition`, a coroutine function. A `PeerError` counts as not fulfilled. Raises
@@ -182,15 +192,44 @@ class FaultDeployment:
                 await asyncio.sleep(LOOK_S)
 
     async def in_use(self, names: Collection[str] | None = None) -> bool:
-        """Whether every gateway responds and has these nodes in use; all nodes by default."""
+        """Whether every gateway responds and has these nodes in use, all nodes by default; and of
+        gateways that elect the one that plans, whether exactly one plans."""
         wanted = set(self.names if names is None else names)
-        return all([wanted <= await self.used_by(n) for n in range(len(self.targets))])
+        if not all([wanted <= await self.used_by(n) for n in range(len(self.targets))]):
+            return False
+        return len(self.layout.homes) == 1 or len(await planning_gateways(self)) == 1
 
     async def used_by(self, gateway: int) -> set[str]:
         """Nodes that the gateway has in use."""
         clusters = (await self.state(gateway))["clusters"]
         nodes = [node for cluster in clusters for node in cluster["nodes"]]
         return {node["node"] for node in nodes if node.get("in_use")}
+
+
+async def _first_state(deployment: FaultDeployment) -> Any:
+    """The state of the first gateway that responds. Raises `PeerError`."""
+    *first, last = range(len(deployment.gateways))
+    for gateway in first:
+        with suppress(PeerError):  # it was killed; the next one knows as much
+            return await deployment.state(gateway)
+    return await deployment.state(last)
+
+
+async def _can_serve(deployment: FaultDeployment, gateway: int) -> bool:
+    """Raises `PeerError` while the gateway says that it cannot."""
+    await deployment.text(f"{deployment.targets[gateway].url}/ready")
+    return True
+
+
+async def planning_gateways(deployment: FaultDeployment) -> list[str]:
+    """Names of the gateways that plan, where these are elected. Raises `PeerError` when a gateway
+    does not respond."""
+    states = [await deployment.state(number) for number in range(len(deployment.gateways))]
+    return [
+        name
+        for name, state in zip(deployment.gateways, states, strict=True)
+        if state["planner"]["here"]
+    ]
 
 
 @asynccontextmanager
@@ -220,23 +259,9 @@ async def launched_fault_deployment(
         restarts: dict[str, Command[Any]] = {}
         for host in commands.list_hosts(deployment):
             restarts |= _restart_commands(host, hosts, engines)
-        say("two gateways")
-
-        def gateway(name: str, port: int) -> Command[GatewayReady]:
-            options = ["--port", str(port)]
-            return commands.gateway_command(
-                folder / f"{name}.toml", options, partial(_read_line, outcomes), name=name
-            )
-
-        for name in GATEWAYS:
-            section = msgspec.structs.replace(running.gateway, plans=name == GATEWAYS[0])
-            made = msgspec.structs.replace(running, gateway=section)
-            (folder / f"{name}.toml").write_text(deployment_toml(made), encoding="utf-8")
-        started = await hosts.children.start_all([gateway(name, 0) for name in GATEWAYS])
-        urls = {name: ready.http for name, ready in started.items()}
-        for name, url in urls.items():
-            restarts[name] = gateway(name, urlsplit(url).port or 0)
-        served = FaultDeployment(hosts, restarts, list(urls.values()), access, outcomes, wall_clock)
+        on_line = partial(_read_line, outcomes)
+        gateways = await start_gateways(running, hosts.children, folder, on_line, say)
+        served = FaultDeployment(hosts, restarts, gateways, access, outcomes, wall_clock)
         await served.until(served.in_use)
         yield served
 

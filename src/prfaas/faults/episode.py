@@ -14,7 +14,7 @@ from itertools import count
 
 from prfaas.faults.catalogue import TOKENS, Fault, strike_when_possible
 from prfaas.faults.clients import ClientResult, Clients
-from prfaas.faults.deployment import GATEWAYS, LOOK_S, PATIENCE_S, FaultDeployment
+from prfaas.faults.deployment import LOOK_S, PATIENCE_S, FaultDeployment
 from prfaas.faults.questions import Question, Verdict, learn_answer, prompt
 from prfaas.faults.resource_usage import wait_until_idle
 
@@ -79,7 +79,7 @@ class Campaign:
         asking = (
             clients.ask(question, gateway=gateway, salt="warm")
             for question in questions
-            for gateway in range(len(GATEWAYS))
+            for gateway in range(len(self._deployment.gateways))
         )
         for asked in await asyncio.gather(*asking):
             if asked.verdict is not Verdict.RIGHT:
@@ -96,8 +96,8 @@ class Campaign:
                 group.create_task(
                     clients.ask(
                         question,
-                        gateway=number % len(GATEWAYS),
-                        stream=number // len(GATEWAYS) % 2 == 0,
+                        gateway=number % len(deployment.gateways),
+                        stream=number // len(deployment.gateways) % 2 == 0,
                         salt=f"{fault.name} {next(self._numbers)}",
                     )
                 )
@@ -126,7 +126,7 @@ class Campaign:
         """Waits until every gateway offloads long prompts again."""
         clients = Clients(self._deployment, f"after-{fault.name}-{next(self._numbers)}")
         (question, *_) = await self.questions(TOKENS)
-        for gateway, name in enumerate(GATEWAYS):
+        for gateway, name in enumerate(self._deployment.gateways):
             async with asyncio.timeout(PATIENCE_S):
                 while True:
                     salt = f"after {fault.name} {next(self._numbers)}"
@@ -155,7 +155,7 @@ class Campaign:
         if self._shortest is None:
             single_node = deployment.node((await deployment.with_role("decode"))[0])
             self._shortest = await learn_answer(single_node, prompt(1, "shortest"), 1)
-        for gateway in range(len(GATEWAYS)):
+        for gateway in range(len(self._deployment.gateways)):
             while (await deployment.state(gateway))["retries"]["left"] < RETRIES:
                 asking = (clients.ask(self._shortest, gateway=gateway) for _ in range(EARNING))
                 await asyncio.gather(*asking)

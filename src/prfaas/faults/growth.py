@@ -2,8 +2,9 @@
 
 A process needs some time to reach its size, because caches and stores fill. So the first third of
 its run time, and at least `WARM_S`, does not count. In the rest, the second half may not be larger
-than the first, unless an older process of the same kind is steady at a size that this process has
-not reached.
+than the first, unless another process of the same kind is steady at a size that this process has
+not exceeded. This hides no leak: a leak makes every process of its kind larger with time, so the
+one that has run longest exceeds all that are still steady.
 
     start ── does not count ── max(WARM_S, 1/3) ── median ── middle ── median ── end
 """
@@ -65,18 +66,16 @@ class Growth:
 def growing_processes(growth: Mapping[str, Growth]) -> list[str]:
     """Processes that have grown and may grow further."""
 
-    def may_reach(name: str, one: Growth) -> int:
-        elders = [
+    def may_reach(name: str) -> int:
+        steady = [
             other.own_bytes[1]
             for its, other in growth.items()
-            if _kind(its) == _kind(name) and other.seconds > one.seconds and other.flat
+            if _kind(its) == _kind(name) and other.judged and other.flat
         ]
-        return max(elders, default=0)
+        return max(steady, default=0)
 
     return [
-        name
-        for name, one in growth.items()
-        if not one.flat and one.own_bytes[1] > may_reach(name, one)
+        name for name, one in growth.items() if not one.flat and one.own_bytes[1] > may_reach(name)
     ]
 
 

@@ -1,6 +1,7 @@
 """The deployment for fault injection: one PrfaaS node, one local prefill node, two decode nodes.
 
-Two decode nodes, so that one of them may die. Everything is small enough for two cores.
+Two decode nodes, so that one of them may die. A file with several PD clusters gives as many small
+clusters as it has (`clusters/sizes.py`). Everything is small enough for two cores.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import msgspec
 
 from prfaas.config import Deployment, load_deployment
 from prfaas.engine.emulated.pace import Scales
+from prfaas.faults.clusters.sizes import small_clusters, tiny_clusters
 from prfaas.faults.episode import Lengths
 from prfaas.launch.preparation import (
     TINY_DEVICE,
@@ -37,17 +39,19 @@ WORKERS = 1  # of each kvd: faults strike workers, too, and there are few cores
 def prepare_fault_deployment(
     engine: FaultEngine, file: Path, folder: Path, cache: Path, say: Callable[[str], None]
 ) -> tuple[LaunchPlan, Lengths]:
-    """`file`: deployment of the case study, for emulated engines. `cache`: folder that keeps the
-    tiny model, for real engines."""
+    """`file`: deployment whose clusters are made small. Real engines have the tiny model that the
+    folder `cache` keeps, and of the file only the names of several clusters and their links."""
     options = LaunchOptions(
         engine, SCALES if engine == "emulated" else Scales(), device=TINY_DEVICE
     )
+    given = load_deployment(file)
+    several = len(given.of_kind("pd")) > 1
     if engine == "emulated":
-        deployment, lengths = load_deployment(file), EMULATED
+        deployment, lengths = small_clusters(given) if several else _one_and_three(given), EMULATED
     else:
-        deployment, file = tiny_deployment(cache, options, say)
-        lengths = HF
-    ready = prepare_launch(_one_and_three(deployment, lengths), file, options, folder)
+        tiny, file = tiny_deployment(cache, options, say)
+        deployment, lengths = tiny_clusters(given, tiny) if several else _one_and_three(tiny), HF
+    ready = prepare_launch(_with_threshold(deployment, lengths), file, options, folder)
     engines = replace(
         ready.engines,
         memory=MEMORY,
@@ -57,8 +61,18 @@ def prepare_fault_deployment(
     return LaunchPlan(ready.deployment, engines), lengths
 
 
-def _one_and_three(deployment: Deployment, lengths: Lengths) -> Deployment:
+def _one_and_three(deployment: Deployment) -> Deployment:
     far, near = deployment.clusters
+    return msgspec.structs.replace(
+        deployment,
+        clusters=[
+            msgspec.structs.replace(far, gpus=far.gpus_per_instance),
+            msgspec.structs.replace(near, gpus=3 * near.gpus_per_instance, prefill=1, decode=2),
+        ],
+    )
+
+
+def _with_threshold(deployment: Deployment, lengths: Lengths) -> Deployment:
     rules = msgspec.structs.replace(
         deployment.scheduler,
         policy="paper",  # only the length of a prompt decides where it is prefilled
@@ -68,9 +82,5 @@ def _one_and_three(deployment: Deployment, lengths: Lengths) -> Deployment:
     return msgspec.structs.replace(
         deployment,
         model=msgspec.structs.replace(model, max_tokens=min(model.max_tokens, MAX_TOKENS)),
-        clusters=[
-            msgspec.structs.replace(far, gpus=far.gpus_per_instance),
-            msgspec.structs.replace(near, gpus=3 * near.gpus_per_instance, prefill=1, decode=2),
-        ],
         scheduler=rules,
     )

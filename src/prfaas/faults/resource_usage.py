@@ -55,13 +55,23 @@ def idle(report: Any) -> bool:
     )
 
 
+def has_work(state: Any) -> bool:
+    """Whether a gateway has requests, or believes that a node has any, for itself or for another
+    gateway."""
+    nodes = [node for cluster in state["clusters"] for node in cluster["nodes"]]
+    return bool(
+        state["requests"]["in_flight"]
+        or any(node.get("queued", 0) or node.get("active", 0) for node in nodes)
+    )
+
+
 async def wait_until_idle(deployment: FaultDeployment) -> None:
     """Waits until every kvd and gateway is idle, then lets every kvd check its pool. Raises
     `TimeoutError`."""
 
     async def quiet() -> bool:
         for number in range(len(deployment.targets)):
-            if (await deployment.state(number))["requests"]["in_flight"]:
+            if has_work(await deployment.state(number)):
                 return False
         return all([idle(await deployment.stats(name)) for name in deployment.names])
 

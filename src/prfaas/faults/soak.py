@@ -1,6 +1,6 @@
 """A soak: mixed traffic for a long time while a fault strikes every few seconds.
 
-Clients of three tenants hold conversations with known answers through both gateways: prompts of all
+Clients of three tenants hold conversations with known answers through all gateways: prompts of all
 lengths, streamed or not, and some clients hang up. At the end every request must be accounted for,
 and no process may have grown. Hostile actors may run beside the ordinary tenants (`actors`): they
 must not be able to harm them.
@@ -26,10 +26,12 @@ from prfaas.config.gateway import TenantSection
 from prfaas.errors import PeerError
 from prfaas.faults.actors.situation import ActorName, ActorsReport
 from prfaas.faults.actors_process import ActorsProcess, running_actors
-from prfaas.faults.catalogue import FAULTS, Fault, Part, strike_when_possible
+from prfaas.faults.catalogue import Fault, Part, strike_when_possible
 from prfaas.faults.clients import ClientResult, Clients
+from prfaas.faults.clusters.catalogue import faults_of
 from prfaas.faults.credentials import ORDINARY_TENANTS
-from prfaas.faults.deployment import GATEWAYS, FaultDeployment
+from prfaas.faults.deployment import FaultDeployment
+from prfaas.faults.downtimes import is_excused
 from prfaas.faults.episode import Lengths
 from prfaas.faults.growth import Growth, Sample, growing_processes
 from prfaas.faults.questions import Question, Verdict, learn_answer, prompt
@@ -73,6 +75,7 @@ class SoakOptions:
     kill_workers_s: float | None = None  # between two kills of all workers of all kvds
     actors: Sequence[ActorName] = ()  # hostile actors that run beside the ordinary tenants
     conversations: int = 12  # different ones; a single node computes their answers first
+    only: Sequence[str] = ()  # names of the faults that strike; none: all
 
 
 @dataclass(slots=True)
@@ -84,6 +87,7 @@ class SoakCounts:
     routes: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
+    unexcused: list[str] = field(default_factory=list)
     untold: list[str] = field(default_factory=list)  # no gateway has logged the end
     unmended: list[str] = field(default_factory=list)
     struck: Counter[str] = field(default_factory=Counter)
@@ -130,6 +134,8 @@ class SoakReport:
     ttft: Ttft | None = None
     actors: ActorsReport | None = None  # of a soak with hostile actors
     killed_workers: int | None = None  # of a soak that kills workers beside the faults
+    # Failed requests whose gateway and decode node were not down meanwhile.
+    unexcused: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -141,6 +147,7 @@ class SoakReport:
         found = {
             "requests are not accounted for": sum(self.verdicts.values()) != self.requests,
             "answers are wrong": self.wrong,
+            "requests failed that no fault excuses": self.unexcused,
             "gateways have not logged the end of requests": self.untold,
             "faults are not mended": self.unmended,
             "processes grow": self.grown,
@@ -181,6 +188,11 @@ class Soak:
         self._counts = SoakCounts()
         self._mending: Counter[Part] = Counter()
         self._samples: list[Sample] = []
+        self._drawn = [
+            fault
+            for fault in faults_of(deployment)
+            if not options.only or fault.name in options.only
+        ]
 
     async def run(self) -> SoakReport:
         options, deployment = self._options, self._deployment
@@ -246,6 +258,7 @@ class Soak:
             Ttft.of(counts.ttfts_s),
             seen,
             None if options.kill_workers_s is None else counts.killed_workers,
+            counts.unexcused,
         )
 
     async def _seen(self, actors: ActorsProcess | None) -> ActorsReport | None:
@@ -303,7 +316,7 @@ class Soak:
             stream = draw.random() < 0.5
             asked = await self._clients.ask(
                 question,
-                gateway=draw.randrange(len(GATEWAYS)),
+                gateway=draw.randrange(len(self._deployment.gateways)),
                 tenant=tenant,
                 stream=stream,
                 salt=salt,
@@ -325,13 +338,21 @@ class Soak:
             counts.wrong.append(str(asked))
         if asked.verdict in (Verdict.LEFT, Verdict.LOST):
             return  # its gateway may not have received it, or was killed before it logged
-        killed = self._deployment.killed[asked.gateway]
+        down, outcome = self._deployment.downtimes, None
         try:
             async with asyncio.timeout(STORY_S):
-                counts.routes[(await self._deployment.outcomes.of(asked.id)).route] += 1
+                outcome = await self._deployment.outcomes.of(asked.id)
+                counts.routes[outcome.route] += 1
         except TimeoutError:
-            if self._deployment.killed[asked.gateway] == killed:
+            if not down.include(asked.gateway, asked.asked_s, self._deployment.clock.now()):
                 counts.untold.append(str(asked))
+        during = (asked.asked_s, asked.answer.ended_s)
+        if not is_excused(
+            asked.verdict,
+            gateway_was_down=down.include(asked.gateway, *during),
+            decode_node_was_down=outcome is not None and down.include(outcome.decode, *during),
+        ):
+            counts.unexcused.append(f"{asked}; the gateway logged {outcome}")
 
     # Faults ---------------------------------------------------------------------------------------
 
@@ -344,7 +365,7 @@ class Soak:
                 await asyncio.sleep(max(0.0, next_s - clock.now()))
                 next_s += every_s
                 # A part that is being repaired is spared, so that requests always have a way.
-                possible = [fault for fault in FAULTS if not self._mending[fault.part]]
+                possible = [fault for fault in self._drawn if not self._mending[fault.part]]
                 if possible:
                     fault = self._fault_draw.choice(possible)
                     self._mending[fault.part] += 1
@@ -364,7 +385,7 @@ class Soak:
                 await mend()
                 await deployment.until(partial(deployment.in_use, self._nodes(fault.part)))
             except (TimeoutError, ChildDied) as error:
-                counts.unmended.append(f"{fault.name}: {error or 'not in use again in time'}")
+                counts.unmended.append(f"{fault.name}: {str(error) or 'not in use again in time'}")
         finally:
             self._mending[fault.part] -= 1
 
@@ -383,12 +404,11 @@ class Soak:
     def _nodes(self, part: Part) -> list[str]:
         """Nodes that a fault of this part puts out of use. Other nodes may be out of use for
         another reason."""
-        far = self._deployment.far
         match part:
             case "far":
-                return [far]
+                return self._deployment.layout.remotes
             case "decode":
-                return [name for name in self._deployment.names if name != far]
+                return self._deployment.layout.locals
             case _:
                 return []
 

@@ -150,7 +150,7 @@ async def launched_gateway(
     homes = [pd.name for pd in deployment.of_kind("pd")]
     each = len(homes) > 1 and not together
     running = commands.with_nodes(deployment, hosts.engine_urls, hosts.kvds, hosts.relays)
-    ports = _gateway_ports(homes, deployment.gateway.port) if each else {}
+    ports = gateway_ports(homes, deployment.gateway.port) if each else {}
     running = commands.with_gateways(running, ports)
     if each and running.gateway.member_key_file is None:
         # Gateways accept reports of one another under this key only.
@@ -223,8 +223,9 @@ def _port_for(engines: EngineSpec) -> int:
     return _free_ports(1)[0] if engines.kind == "vllm" else 0
 
 
-def _gateway_ports(homes: Sequence[str], first: int) -> dict[str, int]:
-    """Ports that are known before the gateways start: all of them read one file."""
+def gateway_ports(homes: Sequence[str], first: int) -> dict[str, int]:
+    """Ports that are known before the gateways start: all of them read one file. `first` 0: free
+    ones."""
     ports = _free_ports(len(homes)) if first == 0 else range(first, first + len(homes))
     return dict(zip(homes, ports, strict=True))
 

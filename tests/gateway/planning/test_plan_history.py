@@ -64,3 +64,22 @@ def test_advice_is_logged_when_it_changes(caplog: pytest.LogCaptureFixture) -> N
     ]
     assert "300 tokens" in caplog.messages[1]
     assert not any("advice" in name for name, _ in samples(history, {PD: plan()}))
+
+
+def test_the_same_reason_for_no_plan_is_logged_once_until_there_is_a_plan(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    history = PlanHistory(advises=False)
+
+    def warnings() -> list[str]:
+        return [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+
+    for reason in ("no node prefills", "no node prefills", "no node decodes"):
+        history.record_no_plan(reason)
+    assert [text.rpartition(": ")[2] for text in warnings()] == [
+        "no node prefills",
+        "no node decodes",
+    ]
+    history.record_plan(PD, plan())
+    history.record_no_plan("no node decodes")
+    assert len(warnings()) == 3

@@ -228,7 +228,7 @@ class LongTermLoop:
             )
         except InputError as error:
             # The nodes that are left cannot serve this traffic, whatever the plan.
-            self._fleet.failures.record("long_term", error)
+            self.history.record_no_plan(str(error))
             return {}
         return {home: self._with_known(home, plan) for home, plan in made.items()}
 

@@ -38,12 +38,21 @@ class PlanHistory:
         self.conversions: deque[Conversion] = deque(maxlen=KEPT)
         self.advice: Mapping[ClusterId, Plan] = {}  # the plans that the loop would follow
         self._made = 0
+        self._no_plan = ""  # why the nodes that are left have no plan; empty: they have one
         self._converted: Counter[Role] = Counter({"prefill": 0, "decode": 0})
 
     def record_plan(self, home: ClusterId, plan: Plan) -> None:
         self.plans.append(MadePlan(home, plan))
         self._made += 1
+        self._no_plan = ""
         log.info("new plan of %s: %s", home, describe(plan))
+
+    def record_no_plan(self, reason: str) -> None:
+        """No plan exists for the nodes that are left, and the one before stays in force. The same
+        reason is logged once."""
+        if reason != self._no_plan:
+            self._no_plan = reason
+            log.warning("no plan for the nodes that are left: %s", reason)
 
     def record_advice(self, advice: Mapping[ClusterId, Plan]) -> None:
         """The plan of a PD cluster without advice is good. The same advice is logged once."""

@@ -1,0 +1,1 @@
+"""Fault injection on several PD clusters: their gateways, their sizes, and cluster-wide faults."""
