@@ -44,9 +44,14 @@ TOGETHER = (
         *("tests/vllm/test_kept_answers.py", "tests/vllm/test_parameters.py"),
     ),
 )
+# The tests of one group need the servers of one model after those of another. Two test processes
+# have one model each.
+PAIRS = "tests/vllm/test_events.py"
+PAIR_MODELS = ("falcon-h1", "gemma3")
 # These take longest and begin first, so that in the end no process is left alone with one of them.
 LONGEST = (
-    *("tests/vllm/test_events.py", "tests/engine/", "tests/gateway/dispatch/"),
+    *(f"{PAIRS}:{model}" for model in PAIR_MODELS),
+    *("tests/engine/", "tests/gateway/dispatch/"),
     *("tests/faults/test_campaign.py", "tests/node/test_handoff.py", "tests/node/test_faults.py"),
     *("tests/gateway/test_models.py", "tests/testing/test_gpu_bench.py"),
     *("tests/service/test_schemathesis.py", "tests/transport/test_faults_with_workers.py"),
@@ -61,8 +66,13 @@ LONGEST = (
 
 
 def group_of(test: str) -> str:
-    file = test.split("::", 1)[0]
-    return next((group[0] for group in TOGETHER if file.startswith(group)), file)
+    file, _, name = test.partition("::")
+    group = next((group[0] for group in TOGETHER if file.startswith(group)), file)
+    if group != PAIRS:
+        return group
+    parameters = name.partition("[")[2]
+    model = next((model for model in PAIR_MODELS if model in parameters), PAIR_MODELS[0])
+    return f"{PAIRS}:{model}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from prfaas.engine.checkpoint.make import make_checkpoint
-from tests.conftest import group_of
+from tests.conftest import PAIR_MODELS, PAIRS, group_of
 from tests.vllm.cases import CASES, MAX_TOKENS, PROMPTS, UNCACHED, Case, Model, case_id
 from tests.vllm.faults import check_unharmed
 from tests.vllm.pairs import pair
@@ -38,10 +38,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Otherwise the servers of `case` would start in two test processes."""
+    """Otherwise the servers of one model would start in two test processes."""
     used = {item.nodeid for item in items if "case" in getattr(item, "fixturenames", ())}
     groups = {group_of(test) for test in used}
-    assert len(groups) <= 1, f"add to TOGETHER in tests/conftest.py: {sorted(groups)[1:]}"
+    known = {f"{PAIRS}:{model}" for model in PAIR_MODELS}
+    assert groups <= known, f"add to TOGETHER in tests/conftest.py: {sorted(groups - known)}"
 
 
 # Of the session: pytest runs every file's tests with one pair before it starts the next.
