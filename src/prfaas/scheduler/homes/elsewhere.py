@@ -4,7 +4,8 @@ A request decodes at its home. It goes elsewhere only where the home cannot serv
 decodes, no node can prefill for it, or every decode node is full. That costs a round trip between
 the two PD clusters, which therefore must be known. A longer queue at home is no reason: the plan
 has given every PD cluster capacity for its own traffic, and a request that goes elsewhere takes it
-from the requests there.
+from the requests there. For the same reason a home that is only full uses no prefill node elsewhere
+that is busy: a flood at one home must not queue before the requests of another.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def route_from(
     here_s = predict_ttft_s(request, choice, home.state)
     roomy = (other for other in others() if _can_decode_now(request, other.view))
     taken = _serve_elsewhere(request, roomy, decide, sooner_than_s=here_s)
-    return choice if taken is None or isinstance(taken.taken, Hold) else taken
+    return choice if taken is None or not _is_unused(taken) else taken
 
 
 def _serve_elsewhere(
@@ -107,6 +108,17 @@ def _serve_elsewhere(
             best = choice._replace(taken=taken)
             best_s, best_slot_s = ttft_s, slot_s
     return held if best is None or held_slot_s < best_slot_s else best
+
+
+def _is_unused(choice: Choice) -> bool:
+    """Whether nothing waits for what the route uses of the other PD cluster. Of PrfaaS clusters
+    every home has its share, wherever its requests decode."""
+    found, view = choice.taken, choice.view
+    if isinstance(found, Hold):
+        return False
+    if found.cluster != view.local.cluster:
+        return True
+    return view.local.node(found.prefill).free_at_s <= view.now_s
 
 
 def _slot_wait_s(view: View) -> float:
