@@ -224,11 +224,13 @@ class Load:
     _under_way: set[asyncio.Task[None]] = field(default_factory=set)
     _prompts: PromptGenerator = field(default_factory=PromptGenerator)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
+    _seeds: itertools.count[int] = field(default_factory=itertools.count)
 
     def start(self, rates_rps: Mapping[str, float], most_s: float) -> None:
         """Begins to send. No request is sent after `most_s`."""
         template = RequestTemplate(self.model, salt=secrets.token_hex(8))
-        for number, (home, rps) in enumerate(sorted(rates_rps.items())):
+        for home, rps in sorted(rates_rps.items()):
+            number = next(self._seeds)
             count = int(rps * most_s * 1.5) + 20  # more than arrive in that time
             arrivals = poisson(self.workloads[home], rps, count, self.seed + number)
             self._senders.append(

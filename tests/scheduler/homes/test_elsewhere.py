@@ -89,6 +89,26 @@ def test_taken_slots_at_home_send_it_elsewhere_until_one_is_free(policy: str) ->
     assert isinstance(found, Route) and found.decode_cluster == EAST
 
 
+def test_taken_slots_at_home_are_no_reason_to_queue_at_a_busy_prefill_node_elsewhere() -> None:
+    """The requests of the other PD cluster wait for that node."""
+    seen = board()
+    for way in decodes_at_east():
+        for _ in range(4):
+            seen.record_dispatch(way, 0.0, -1.0)
+            seen.record_handoff(way)
+    idle = take(seen, "paper")
+    assert isinstance(idle, Route) and idle.cluster == WEST, "a short prompt prefills there"
+    (decode, *_) = (node for node, role in PLANS[WEST].roles.items() if role == "decode")
+    for node, role in PLANS[WEST].roles.items():
+        if role == "prefill":
+            busy = Route(WEST, node, WEST, decode, False, 0, 0, 0, 0.01, (), "test")
+            seen.record_dispatch(busy, 0.0, 0.0)
+            seen.record_handoff(busy)
+            seen.record_end(busy, 0.0)
+    found = take(seen, "paper")
+    assert isinstance(found, Hold) or found.cluster != WEST
+
+
 def test_idle_prefill_nodes_do_not_draw_it_where_decode_slots_are_taken() -> None:
     """A lost home's requests rather wait for a prefill node where a decode slot is free."""
     rules = SchedulerSection(policy="adaptive")
