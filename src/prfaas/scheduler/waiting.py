@@ -38,6 +38,7 @@ class HeldWork(NamedTuple):
 
     by_class: tuple[float, ...] = (0.0,) * CLASSES
     first: float = math.inf  # the lowest precedence in the queue
+    own_s: float = 0.0  # of this, the work of the requests of whoever asks
 
     def up_to(self, work_s: float) -> float:
         """Seconds of prefills of this length class or shorter: the work before a new request."""
@@ -49,7 +50,8 @@ class HeldWork(NamedTuple):
 
     def add(self, kind: int, work_s: float) -> HeldWork:
         changed = self.by_class[kind] + work_s
-        return self._replace(by_class=(*self.by_class[:kind], changed, *self.by_class[kind + 1 :]))
+        by_class = (*self.by_class[:kind], changed, *self.by_class[kind + 1 :])
+        return HeldWork(by_class, self.first, self.own_s + work_s)
 
 
 def length_class(work_s: float) -> int:
@@ -118,12 +120,17 @@ def equal_weights(tenant: str) -> float:
     return 1.0
 
 
+def equal_shares(cluster: ClusterId, tenant: str) -> float:
+    return 1.0
+
+
 class WaitingRoom(Generic[T]):
     """The held requests of one router. Each item is in one queue at a time."""
 
     def __init__(self, weight: Callable[[str], float] = equal_weights) -> None:
         """`weight` returns the weight of a tenant, which is above 0."""
         self._weight = weight
+        self._share = equal_shares
         self._queues: dict[ClusterId | None, dict[str, _TenantQueue[T]]] = {}
         self._clocks: dict[ClusterId | None, FairClock] = {}
         self._work: dict[ClusterId, HeldWork] = {}
@@ -132,6 +139,11 @@ class WaitingRoom(Generic[T]):
 
     def __len__(self) -> int:
         return self._count
+
+    def share_by(self, share: Callable[[ClusterId, str], float]) -> None:
+        """Tenants have unequal shares of clusters, each above 0, which multiply their weights in
+        `work_before`. Whoever records a dispatch divides its work by the share."""
+        self._share = share
 
     @property
     def work(self) -> Mapping[ClusterId, HeldWork]:
@@ -151,14 +163,16 @@ class WaitingRoom(Generic[T]):
             return HeldWork()
         if len(queues) == 1:
             return self._work[cluster]
-        own_s, weight = own.total_s, self._weight(tenant)
+        own_s = own.total_s
+        weight = self._weight(tenant) * self._share(cluster, tenant)
         others_s = sum(
-            min(other.total_s, own_s * self._weight(name) / weight)
+            min(other.total_s, own_s * self._weight(name) * self._share(cluster, name) / weight)
             for name, other in queues.items()
             if name != tenant
         )
         factor = 1.0 + others_s / own_s if own_s > 0 else 1.0
-        return HeldWork(tuple([factor * work_s for work_s in own.by_class]), own.heap[0][0])
+        by_class = tuple([factor * work_s for work_s in own.by_class])
+        return HeldWork(by_class, own.heap[0][0], own_s)
 
     def count(self, cluster: ClusterId | None) -> int:
         return sum(len(queue.heap) for queue in self._queues.get(cluster, {}).values())

@@ -55,6 +55,11 @@ class SimHomes:
         shared = self._prfaas if len(self.names) > 1 else []
         self._weights = {cluster: weights_of(self.plans, cluster) for cluster in shared}
 
+    def weight(self, cluster: ClusterId, home: str) -> float:
+        """The weight of a home at a cluster. Equal ones at clusters that no plan shares."""
+        weights = self._weights.get(cluster)
+        return 1.0 if weights is None else weights[ClusterId(home)]
+
     def route(
         self,
         request: Request,

@@ -2,7 +2,9 @@
 
 Every link has a credit: the uncached tokens that the plan's shares would have sent over it, less
 those that were sent. The next request goes over the link with the most credit, whatever its length,
-so that prefill time and bytes both follow the shares. A cluster that cannot be reached gains no
+so that prefill time and bytes both follow the shares. Requests that wait for a cluster count as
+sent. Otherwise all requests would wait for the cluster whose turn it is, and the others would be
+idle. A cluster that cannot be reached gains no
 credit: when it returns, it has nothing to catch up.
 """
 
@@ -45,6 +47,10 @@ def choose_by_share(
         return None
     home = view.local.cluster
     credits = [view.links[option.cluster, home].credit_tokens for option in options]
+    if view.held:
+        held = [_held_tokens(option.cluster, view, plan) for option in options]
+        every = sum(held) / total
+        credits = [credits[n] + every * shares[n] - held[n] for n in range(len(options))]
     chosen = _most_credit(options, shares, credits, plan)
     changes = []
     for index, option in enumerate(options):
@@ -59,6 +65,15 @@ def shares_of(plan: Plan) -> Mapping[ClusterId, float]:
     """The share of the home's offloaded requests that the plan sends to each PrfaaS cluster."""
     names = (ClusterId(remote.pool.cluster) for remote in plan.problem.remotes)
     return dict(zip(names, plan.shares, strict=True))
+
+
+def _held_tokens(cluster: ClusterId, view: View, plan: Plan) -> float:
+    """About as many uncached tokens as the home's own requests that wait for the cluster have."""
+    held = view.held.get(cluster)
+    if held is None:
+        return 0.0
+    threshold = max(plan.threshold_tokens, 1)
+    return held.own_s / view.costs.prefill_s[cluster](threshold, 0) * threshold
 
 
 def _most_credit(
