@@ -95,6 +95,7 @@ class GatewayReport(msgspec.Struct, frozen=True):
     loads: dict[_Name, NodeLoad]  # by node, where there is any
     uses: dict[_Name, ClusterUse]  # by PrfaaS cluster
     drains: dict[_Name, DrainOrder]  # by cluster
+    draining: tuple[_Name, ...]  # nodes that get no new requests of this gateway
     # Number of the first of `rows`, or of the next request where `rows` is empty. A gateway
     # numbers its finished requests from 1. A poll names the last number that its sender has.
     first_row: _Count

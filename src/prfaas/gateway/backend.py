@@ -107,7 +107,7 @@ class GatewayBackend:
     def explain(self, request: GatewayRequest) -> dict[str, Any]:
         prompt = PromptHashes(request.token_ids.array, salt=request.salt, adapter=request.adapter)
         routed = routed_request(request, 0, self._clock.now())
-        home = self._homes.of(request, prompt)
+        home = self._homes.of(request, prompt, take=False)
         return explanation_json(self.router.explain(routed, prompt, home), self._form_between)
 
     def _form_between(self, prefill: NodeId, decode: NodeId) -> Form | None:
@@ -222,14 +222,14 @@ async def running(
         coordination: Coordination = Alone(traffic.histories, plans=deployment.gateway.plans)
         report: Callable[[int], GatewayReport] | None = None
         queue_s = deployment.scheduler.adaptive.queue_s
-        fair = FairAccess(fleet, router.waiting_room, queue_s)
+        fair = FairAccess(fleet, router.waiting_room, queue_s, clock)
         if deployment.gateways and options.cluster is not None:
             federation = Federation(deployment, options.cluster, fleet, http, clock, late_since)
             coordination = among = federation.coordination(network, traffic)
-            fair = FairAccess(fleet, router.waiting_room, queue_s, federation.peers.uses_of)
+            fair = FairAccess(fleet, router.waiting_room, queue_s, clock, federation.peers.uses_of)
             report = partial(federation.report, among, fair, drains)
         if len(network.homes) > 1:
-            router.serve_several(fair, round_trips(deployment))
+            router.serve_several(fair, round_trips(deployment), options.cluster)
         roles = RoleChanges(fleet, evacuations, http, coordination)
         planning = LongTermLoop(fleet, router, roles, deployment, network, clock, coordination)
         for member in fleet.members:
@@ -264,6 +264,7 @@ async def running(
                 loop.cancel()
             poller.stop()
             if federation is not None:
+                await asyncio.wait(loops)  # the election's last step
                 await federation.leave()
 
 

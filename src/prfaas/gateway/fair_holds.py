@@ -59,7 +59,8 @@ class FairHolds:
             if self._wait_s(found.prefill) > state.rules.adaptive.queue_s:
                 return hold("every prefill queue of the cluster is long enough")
         if not self.can_decode(state, home, placement.avoid):
-            return hold("no decode node has a free slot")
+            reason = "no decode node has a free slot"
+            return Hold(reason, self._slots_queue(found), found.prefill_s, arrived_s)
         if found.cluster == placement.waits_for:
             return None  # it is the first of its queue
         if self._waiting_room.others_are_before(found.cluster, queue):
@@ -69,6 +70,11 @@ class FairHolds:
         if state.rules.policy != "adaptive" and first_s <= arrived_s:
             return hold("other requests have waited longer")
         return None
+
+    def _slots_queue(self, found: Route) -> ClusterId:
+        """Where requests wait for decode slots. With several PD clusters, a request that waits in
+        the queue of a PrfaaS cluster tells other homes that it wants to prefill there."""
+        return found.cluster if len(self._fleet.homes) == 1 else found.decode_cluster
 
     def can_decode(
         self,

@@ -59,6 +59,7 @@ class Router:
         self._decision_log = decision_log
         self._limits = limits
         self._shares: FairAccess | None = None
+        self._serving_homes = fleet.homes
         fleet.call_on_change(self.retry_waiting)
 
     @property
@@ -77,10 +78,25 @@ class Router:
         if self._shares is not None:
             self._shares.follow(self.plans)
 
-    def serve_several(self, shares: FairAccess, round_trips: Mapping[LinkId, float]) -> None:
+    @property
+    def serving_homes(self) -> list[ClusterId]:
+        """The PD clusters that may decode the requests of this gateway."""
+        return self._serving_homes
+
+    def serve_several(
+        self,
+        shares: FairAccess,
+        round_trips: Mapping[LinkId, float],
+        own: ClusterId | None = None,
+    ) -> None:
         """There are several PD clusters. `shares` divides the PrfaaS clusters between them;
-        `round_trips` are those between PD clusters that may decode for one another."""
+        `round_trips` are those between PD clusters that may decode for one another. `own`: the PD
+        cluster whose requests this gateway receives; None: those of all."""
+        if own is not None:
+            others = [other for home, other in round_trips if home == own]
+            self._serving_homes = [own, *(others if self.rules.decode_elsewhere else ())]
         self._shares = shares
+        self.waiting_room.share_by(shares.weight)
         self._decisions.round_trips = round_trips
 
     async def place(self, placement: PlacementRequest, patience_s: float) -> Booking:
@@ -175,15 +191,18 @@ class Router:
         if self.tenants.several:
             self._retry_if_waiting()
 
-    def choose_home(self, prompt: PromptHashes, turns: HomeTurns) -> ClusterId:
-        """The home of a request that names none."""
+    def choose_home(self, prompt: PromptHashes, turns: HomeTurns, *, take: bool) -> ClusterId:
+        """The home of a request that names none. `take`: the request goes there."""
         cached: dict[ClusterId, int] = {}
         for node, held in self._fleet.prefixes.by_node(self._fleet.manager.match(prompt)).items():
             member = self._fleet.members.named(node)
             if member is not None:
                 cached[member.cluster] = max(cached.get(member.cluster, 0), held.tokens)
         serving = [h for h in self.plans if self._fleet.has_free_decode_node(h, ())]
-        return turns.choose(cached, serving)
+        chosen = turns.choose(cached, serving)
+        if take:
+            turns.take(chosen, serving)
+        return chosen
 
     def _has_room(self, cluster: ClusterId) -> bool:
         """Whether the requests held for a cluster are worth a retry: every placed request has
@@ -218,7 +237,8 @@ class Router:
 
     def _on_prefill_end(self, node: NodeId) -> None:
         if self.tenants.several and node in self._fleet.board:
-            if not self._fleet.work.prefills_at(node):
+            work = self._fleet.work
+            if not work.prefills_at(node) and not work.has_other_prefills(node):
                 # The node has done all that this gateway sent. If its prefills took less time than
                 # predicted, it would seem busy until its next report, and requests would wait.
                 self._fleet.board.forget_work(node)

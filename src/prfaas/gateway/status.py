@@ -94,7 +94,7 @@ class GatewayStatus:
         """Why no request can be served now; empty when one can be."""
         if not self._router.plans:
             return UNPLANNED
-        homes = [self._fleet.board.cluster(home) for home in self._fleet.homes]
+        homes = [self._fleet.board.cluster(home) for home in self._router.serving_homes]
         nodes = [node for home in homes for node in home.nodes if node.usable]
         # While nodes restart, or have other KV formats, one that prefills decodes as well.
         alone = self._fleet.members.is_restarting(self._clock.now()) or len(self._fleet.sets) > 1

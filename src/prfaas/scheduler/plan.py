@@ -46,6 +46,18 @@ class Plan:
     together: tuple[ClusterId, ...] = ()
 
     @property
+    def content(self) -> tuple[object, ...]:
+        """What routing and the next plan depend on: two plans with the same content are one."""
+        return (
+            self.threshold_tokens,
+            tuple(sorted(self.roles.items())),
+            self.shares,
+            self.capacity_rps,
+            self.reason,
+            self.together,
+        )
+
+    @property
     def n_prefill(self) -> int:
         return sum(role == "prefill" for role in self.roles.values())
 

@@ -11,7 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from prfaas.planner.network.problem import NetworkProblem
 from prfaas.scheduler.board import Board
 from prfaas.scheduler.homes.elsewhere import HomeContext, route_from
-from prfaas.scheduler.homes.fair_shares import SharedCluster, ShareUses, share_hold, weights_of
+from prfaas.scheduler.homes.fair_shares import (
+    SharedCluster,
+    ShareUses,
+    planned_together,
+    share_hold,
+    weights_by_cluster,
+)
 from prfaas.scheduler.homes.plans import first_plans, home_name
 from prfaas.scheduler.lookup.prefixes import NOTHING_CACHED, CachedPrefixes
 from prfaas.scheduler.plan import Plan
@@ -53,7 +59,7 @@ class SimHomes:
     def _weigh(self) -> None:
         """With one PD cluster, no weight is needed."""
         shared = self._prfaas if len(self.names) > 1 else []
-        self._weights = {cluster: weights_of(self.plans, cluster) for cluster in shared}
+        self._weights = weights_by_cluster(planned_together(self.plans), shared)
 
     def weight(self, cluster: ClusterId, home: str) -> float:
         """The weight of a home at a cluster. Equal ones at clusters that no plan shares."""

@@ -78,7 +78,9 @@ def regions(clock: Clock, other_uses: OtherUses = nobody_else, **scheduler: Any)
     network = NetworkStudy(Path("test.toml"), "exact").network(made)
     fleet = Fleet(made, network, clock)
     router = Router(fleet, made.scheduler, clock)
-    fair = FairAccess(fleet, router.waiting_room, made.scheduler.adaptive.queue_s, other_uses)
+    fair = FairAccess(
+        fleet, router.waiting_room, made.scheduler.adaptive.queue_s, clock, other_uses
+    )
     router.serve_several(fair, round_trips(made))
     names = [node for nodes in NODES.values() for node in nodes]
     for member, name in zip(fleet.members, names, strict=True):

@@ -93,7 +93,7 @@ async def test_it_follows_the_plan_of_another_and_each_later_one() -> None:
         await until(lambda: here.peers.newest_number == (4, 1))
         plans = here.among.newer_plans()
         assert plans is not None and plans[EAST].threshold_tokens == 7_001
-        assert here.among.newer_plans() is None, "the same plan is news once"
+        assert here.among.newer_plans() is None, "the same number is news once"
         assert here.among.epoch == 4
         here.peer.backend.plan_followed = here.shared(4, 2, "e1")
         await until(lambda: here.peers.newest_number == (4, 2))
@@ -138,8 +138,8 @@ async def test_a_node_drains_when_the_others_know_it_and_have_nothing_there() ->
         here.among.share(here.plans, [E0])
         here.peer.backend.loads = {"e0": NodeLoad(0, 0.0, 1)}
         await until(lambda: here.peers.others_at(E0, MonotonicClock().now()).decodes == 1)
-        here.peer.backend.plan_followed = here.among.shared_plan()
-        await until(lambda: here.peers.living()[0].followed is not None)
+        here.peer.backend.draining = ("e0",)
+        await until(lambda: here.peers.living()[0].draining == {"e0"})
         assert not here.among.has_left(E0), "the other gateway has a request there"
         here.peer.backend.loads = {}
         await until(lambda: here.among.has_left(E0))

@@ -46,6 +46,7 @@ class ReportingBackend:
         self.loads: dict[str, NodeLoad] = {}
         self.plan_followed: SharedPlan | None = None
         self.plans = False
+        self.draining: tuple[str, ...] = ()
         self.polls: list[int] = []
 
     def finish_request(self, new_tokens: int) -> None:
@@ -64,6 +65,7 @@ class ReportingBackend:
             loads=self.loads,
             uses={},
             drains={str(name): order for name, order in self.drains.orders.items()},
+            draining=self.draining,
             first_row=first,
             rows=rows,
         )

@@ -17,6 +17,7 @@ EMPTY = GatewayReport(
     loads={},
     uses={},
     drains={},
+    draining=(),
     first_row=1,
     rows=(),
 )

@@ -16,7 +16,7 @@ from prfaas.scheduler.homes.fair_shares import (
     is_ahead,
     planned_work,
     share_hold,
-    weights_of,
+    weights_by_cluster,
 )
 from prfaas.scheduler.request import Request, Route
 from prfaas.scheduler.view import NodeView
@@ -40,10 +40,11 @@ def test_planned_work_is_what_the_planner_gives_each_prfaas_cluster() -> None:
 
 def test_every_home_has_a_weight_at_every_prfaas_cluster() -> None:
     unused = replace(PLANS[WEST], shares=(0.0, 1.0))
-    weights = weights_of({EAST: PLANS[EAST], WEST: unused}, NORTH)
+    weights = weights_by_cluster({EAST: PLANS[EAST], WEST: unused}, [NORTH])[NORTH]
     assert weights[EAST] == planned_work(PLANS[EAST])[NORTH]
     assert weights[WEST] == LEAST_WEIGHT * weights[EAST]
-    assert weights_of(PLANS, ClusterId("new")) == {EAST: 1.0, WEST: 1.0}
+    new = ClusterId("new")
+    assert weights_by_cluster(PLANS, [new]) == {new: {EAST: 1.0, WEST: 1.0}}
 
 
 def test_uses_add_up_and_decay() -> None:

@@ -22,6 +22,7 @@ class GatewayWork:
         self._work: dict[NodeId, PrefillWork] = {}
         self._others_at: Callable[[NodeId], OthersWork] = lambda _: NO_WORK
         self._others_ended_s: dict[NodeId, float] = {}  # when others last had a prefill there
+        self._unknown_s: dict[NodeId, float] = {}  # work of which no gateway tells, as last polled
 
     def share_with(self, others_at: Callable[[NodeId], OthersWork]) -> None:
         """Other gateways send requests to the same nodes. `others_at` returns what they have at a
@@ -34,6 +35,7 @@ class GatewayWork:
     def remove(self, node: NodeId) -> None:
         del self._work[node]
         self._others_ended_s.pop(node, None)
+        self._unknown_s.pop(node, None)
 
     def of(self, node: NodeId) -> PrefillWork:
         return self._work[node]
@@ -63,6 +65,7 @@ class GatewayWork:
         others = self._others_at(node)
         own = max(own, len(work))
         report = work.node_report(load, role, own, decoding, asked_s, others)
+        self._unknown_s[node] = report.work_s - work.left_s(asked_s) - others.work_s
         self._board.record_report(node, report)
 
     def record_others(self) -> None:
@@ -74,6 +77,7 @@ class GatewayWork:
                 self._others_ended_s[node] = now
             if self._board.node(node).role == "prefill":
                 work_s = work.left_s(now) + self._others_at(node).work_s
+                work_s += self._unknown_s.get(node, 0.0)
                 decoding = self._board.own_requests(node).decoding
                 self._board.record_report(node, NodeReport(now, work_s, decoding))
 

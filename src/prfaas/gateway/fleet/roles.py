@@ -19,6 +19,10 @@ class Roles:
         """None until the node is assigned its first role."""
         return self._roles.get(node)
 
+    @property
+    def draining(self) -> frozenset[NodeId]:
+        return frozenset(self._draining)
+
     def is_draining(self, node: NodeId) -> bool:
         return node in self._draining
 

@@ -8,10 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
+from prfaas.clock import Clock
 from prfaas.contracts.gateway_api import ClusterUse
 from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.placement import PlacementRequest, home_of
-from prfaas.scheduler.homes.fair_shares import SharedCluster, ShareUses, share_hold, weights_of
+from prfaas.scheduler.homes.fair_shares import (
+    LEAST_WEIGHT,
+    SharedCluster,
+    ShareUses,
+    planned_together,
+    share_hold,
+    weights_by_cluster,
+)
 from prfaas.scheduler.plan import Plan
 from prfaas.scheduler.request import Route
 from prfaas.scheduler.view import NodeView
@@ -32,24 +40,27 @@ class FairAccess:
         fleet: Fleet,
         waiting_room: WaitingRoom[PlacementRequest],
         queue_s: float,
+        clock: Clock,
         other_uses: OtherUses = nobody_else,
     ) -> None:
         """`queue_s`: prefill work that keeps a node busy."""
         self._fleet = fleet
         self._waiting_room = waiting_room
         self._queue_s = queue_s
+        self._clock = clock
         self._other_uses = other_uses
         self._uses = ShareUses()
         self._weights: Mapping[ClusterId, Mapping[ClusterId, float]] = {}
 
     def follow(self, plans: Mapping[ClusterId, Plan]) -> None:
-        """The plans' flows are the shares from now on."""
-        self._weights = {cluster: weights_of(plans, cluster) for cluster in self._fleet.remotes}
+        """The plans' flows are the shares from now on. A home that was lost when the others were
+        planned has none: its plan is kept for its return."""
+        self._weights = weights_by_cluster(planned_together(plans), self._fleet.remotes)
 
     def find_hold(self, placement: PlacementRequest, found: Route, now_s: float) -> Hold | None:
         """The hold of a request whose home is ahead of its share; None: it may go."""
-        weights = self._weights.get(found.cluster)
-        if weights is None or placement.home not in weights:
+        weights = self._weights_at(found.cluster, placement.home)
+        if not weights:
             return None
         used_s = dict(self._uses.of_homes(found.cluster, now_s))
         wanting = set(self._wanting(found.cluster))
@@ -70,6 +81,17 @@ class FairAccess:
             queue_s=self._queue_s,
         )
 
+    def weight(self, cluster: ClusterId, queue: str) -> float:
+        """The weight at a cluster of the home to which a queue belongs."""
+        return self._weights.get(cluster, {}).get(home_of(queue), 1.0)
+
+    def _weights_at(self, cluster: ClusterId, home: ClusterId) -> Mapping[ClusterId, float]:
+        """Empty before the first plan. A home without a plan has the least weight."""
+        weights = self._weights.get(cluster, {})
+        if not weights or home in weights:
+            return weights
+        return {**weights, home: LEAST_WEIGHT * max(weights.values())}
+
     def record(self, placement: PlacementRequest, found: Route, now_s: float) -> float:
         """Counts a dispatch towards the share of its home. Returns the home's weight."""
         stated_s = self._stated_s(placement, found)
@@ -88,11 +110,13 @@ class FairAccess:
         return found
 
     def _node(self, name: NodeId) -> NodeView:
-        """The node with the time since when it is idle. A report that it is idle makes the board
-        forget since when."""
+        """The node with the time since when it is idle. The board does not know it: a report that
+        the node is idle counts from its own time, and work that was forgotten counts as never."""
         node = self._fleet.board.node(name)
         idle_s = self._fleet.work.idle_since_s(name)
-        return node if idle_s is None else node._replace(free_at_s=min(node.free_at_s, idle_s))
+        if idle_s is not None:
+            return node._replace(free_at_s=idle_s)
+        return node._replace(free_at_s=max(node.free_at_s, self._clock.now()))
 
     def _wanting(self, cluster: ClusterId) -> Iterable[ClusterId]:
         return (home_of(queue) for queue in self._waiting_room.tenants(cluster))

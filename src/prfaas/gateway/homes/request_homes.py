@@ -24,9 +24,9 @@ class RequestHomes:
         self._homes = homes if self._only is None else [self._only]
         self._turns = HomeTurns(shares)
 
-    def of(self, request: GatewayRequest, prompt: PromptHashes) -> ClusterId:
-        """Raises `RequestError` when the request names a PD cluster whose requests this gateway
-        does not receive."""
+    def of(self, request: GatewayRequest, prompt: PromptHashes, *, take: bool = True) -> ClusterId:
+        """`take`: the request is served, and not only asked about. Raises `RequestError` when the
+        request names a PD cluster whose requests this gateway does not receive."""
         named = ClusterId(request.cluster)
         if named and named not in self._homes:
             raise RequestError(
@@ -38,4 +38,4 @@ class RequestHomes:
             )
         if named or self._only is not None:
             return named or self._homes[0]
-        return self._router.choose_home(prompt, self._turns)
+        return self._router.choose_home(prompt, self._turns, take=take)

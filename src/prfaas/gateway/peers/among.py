@@ -86,7 +86,6 @@ class AmongGateways:
         shared = self._peers.newest_plan()
         assert shared is not None
         now_s = self._clock.now()
-        before = None if self._followed is None else self._followed.plans
         try:
             plans = decode_plans(shared, self._problems, self._rules, now_s)
         except InputError as error:
@@ -95,7 +94,7 @@ class AmongGateways:
             self._refused = newest
             return None
         self._followed = _Followed(shared, now_s, plans)
-        return None if before is not None and _essence(plans) == _essence(before) else plans
+        return plans
 
     def draining(self) -> Collection[NodeId]:
         if self._followed is None or self.plans:
@@ -106,7 +105,7 @@ class AmongGateways:
         now_s, known = self._clock.now(), self._followed
         epoch, number = self._election.epoch, 1
         if known is not None and known.shared.epoch == epoch:
-            same = _essence(plans) == _essence(known.plans)
+            same = _contents(plans) == _contents(known.plans)
             if same and set(draining) == set(known.shared.draining):
                 return
             number = known.shared.number + 1
@@ -126,8 +125,7 @@ class AmongGateways:
         others = self._peers.others_at(node, self._clock.now())
         if others.prefills or others.decodes:
             return False
-        living = self._peers.living()
-        return all(p.followed is not None and p.followed >= known.number for p in living)
+        return all(node in peer.draining for peer in self._peers.living())
 
     def window(
         self,
@@ -142,16 +140,5 @@ class AmongGateways:
         return history.window(now_s, live_remotes, live_local, paces)
 
 
-def _essence(plans: Mapping[ClusterId, Plan]) -> dict[ClusterId, tuple[object, ...]]:
-    """What another gateway would follow."""
-    return {
-        home: (
-            plan.threshold_tokens,
-            dict(plan.roles),
-            plan.shares,
-            plan.capacity_rps,
-            plan.reason,
-            plan.together,
-        )
-        for home, plan in plans.items()
-    }
+def _contents(plans: Mapping[ClusterId, Plan]) -> dict[ClusterId, tuple[object, ...]]:
+    return {home: plan.content for home, plan in plans.items()}

@@ -74,8 +74,7 @@ class Federation:
         """Takes part until cancelled."""
 
         async def watch() -> None:
-            if drains.merge(self.peers.drains(drains.orders)):
-                self._fleet.set_drained(drains.drained)
+            self._follow_drains(drains)
             self._fleet.work.record_others()
             if router.waiting_room:
                 router.retry_waiting()
@@ -85,6 +84,10 @@ class Federation:
             group.create_task(self.peers.run())
             group.create_task(repeat(self._election.step, RENEW_S, failures, loop="election"))
             group.create_task(repeat(watch, POLL_S, failures, loop="gateways"))
+
+    def _follow_drains(self, drains: Drains) -> None:
+        if drains.merge(self.peers.drains(drains.orders)):
+            self._fleet.set_drained(drains.drained)
 
     async def leave(self) -> None:
         """For a clean stop, after `run` has ended: another gateway plans at once."""
@@ -106,6 +109,7 @@ class Federation:
             loads={str(node): NodeLoad(*load) for node, load in loads.items()},
             uses=shares.uses_of([self.own], now_s),
             drains={str(cluster): order for cluster, order in drains.orders.items()},
+            draining=tuple(sorted(self._fleet.roles.draining)),
             first_row=first,
             rows=rows,
         )

@@ -16,7 +16,7 @@ from prfaas.types import ClusterId, NodeId
 
 log = logging.getLogger(__name__)
 
-OVERDUE_S = 0.75  # work that is left, at least, at a node with a prefill
+OVERDUE_S = 0.75  # work that is left at a node whose prefill should have ended
 ALIVE_S = 1.5  # since the latest report; two polls may be lost
 
 
@@ -30,6 +30,7 @@ class PeerStatus:
     plans: bool  # it is alive and holds the planning lease
     instance: str  # of its process; empty before its first report
     followed: tuple[int, int] | None  # epoch and number of the plan that it follows
+    draining: frozenset[str]  # nodes that get no new requests of it
     problem: str  # why the latest poll failed; empty after a success
 
 
@@ -85,9 +86,8 @@ class Peer:
         if found is None or not self.is_alive(now_s):
             return None
         left_s = max(found.work_s - max(now_s - self._heard_s, 0.0), 0.0)
-        if found.prefills:
-            # A prefill that takes longer than predicted keeps its node busy all the same.
-            left_s = max(left_s, OVERDUE_S)
+        if found.prefills and not left_s:
+            left_s = OVERDUE_S  # it takes longer than predicted, and keeps its node busy
         return NodeLoad(found.prefills, left_s, found.decodes)
 
     def use_of(self, cluster: ClusterId, now_s: float, decay_s: float) -> ClusterUse | None:
@@ -109,5 +109,6 @@ class Peer:
             plans=alive and report is not None and report.plans,
             instance="" if report is None else report.instance,
             followed=None if plan is None else (plan.epoch, plan.number),
+            draining=frozenset() if report is None else frozenset(report.draining),
             problem=self._problem,
         )

@@ -1,6 +1,6 @@
 """Which gateway plans, and how the others get its plans: the interface, and a gateway on its own.
 
-`gateway/homes/among.py` has the gateway among others, which the long-term loop cannot tell apart.
+`gateway/peers/among.py` has the gateway among others, which the long-term loop cannot tell apart.
 """
 
 from __future__ import annotations

@@ -88,16 +88,15 @@ class LongTermLoop:
     async def _step(self) -> None:
         newer = self._coordination.newer_plans()
         if newer:
-            self._follow(newer)
+            self._follow({home: p for home, p in newer.items() if not self._is_followed(home, p)})
             self._planned_for = None  # if this gateway plans next, it plans for what it sees then
         await self._plan()
-        converted: list[NodeId] = []
-        for home in self._fleet.homes:
-            plan = self._router.plans.get(home)
-            if plan is not None:
-                converted += await self._roles.apply(plan, self._usable(home))
-        if self._coordination.plans and self._router.plans:
-            self._coordination.share(self._router.plans, self._roles.draining)
+        # All at once, so that a kvd that answers late does not delay the nodes of another cluster.
+        plans = self._router.plans
+        planned = [home for home in self._fleet.homes if home in plans]
+        steps = [self._roles.apply(plans[home], self._usable(home)) for home in planned]
+        converted = [node for nodes in await asyncio.gather(*steps) for node in nodes]
+        self._share()
         self._fleet.refresh()
         # After the refresh, so that no reader sees a completed change beside the former role.
         for node in converted:
@@ -113,13 +112,27 @@ class LongTermLoop:
         live = self._live()
         if not live.homes:
             return
-        plans = await self._next_plans(live)
+        try:
+            plans = await self._next_plans(live)
+        except BaseException:
+            self._planned_for = None  # what has changed is still a reason for a plan
+            raise
         if coordination.follows or coordination.epoch != epoch:
             # Another gateway plans since. If this one plans again, it starts from what it sees.
             self._planned_for = None
             return
         if plans:
             self._follow(plans)
+            # At once: if this gateway loses its lease, the next one starts from what it followed.
+            self._share()
+
+    def _share(self) -> None:
+        if self._coordination.plans and self._router.plans:
+            self._coordination.share(self._router.plans, self._roles.draining)
+
+    def _is_followed(self, home: ClusterId, plan: Plan) -> bool:
+        known = self._router.plans.get(home)
+        return known is not None and known.content == plan.content
 
     def _follow(self, plans: Mapping[ClusterId, Plan]) -> None:
         self._router.follow(plans)
@@ -171,8 +184,10 @@ class LongTermLoop:
             home not in plans or any(node not in plans[home].roles for node in live.roles[home])
             for home in live.homes
         )
-        # A PD cluster that was lost or has returned changes the flows of all others.
-        newcomers |= before is not None and before.homes != live.homes
+        # A PD cluster that was lost or has returned changes the flows of all others. The plan says
+        # which were planned together, also where another gateway has made it.
+        homes = set(live.homes)
+        newcomers |= any(plan.together and set(plan.together) != homes for plan in plans.values())
         if newcomers or (changed and not self._coordination.plans):
             return await self._plans_for_nodes(live, plans, now)
         due = now >= self._replanned_s + self._rules.every_s
@@ -214,23 +229,31 @@ class LongTermLoop:
             homes.append((self._stated_shares[home], problem))
         total = sum(share for share, _ in homes)
         network = NetworkProblem(tuple(Home(share / total, problem) for share, problem in homes))
-        roles = {home: live.roles[home] for home in live.homes}
+        given = {home: live.roles[home] for home in live.homes}
+        free = {home: dict.fromkeys(roles) for home, roles in given.items()}
         reason = "nodes came or went" if plans else "the deployment's stated traffic"
-        try:
-            made = await asyncio.to_thread(
-                plans_for_nodes,
-                network,
-                roles,
-                self._rules,
-                now_s,
-                reason=reason,
-                policy=self._policy,
-            )
-        except InputError as error:
-            # The nodes that are left cannot serve this traffic, whatever the plan.
-            self.history.record_no_plan(str(error))
-            return {}
-        return {home: self._with_known(home, plan) for home, plan in made.items()}
+        # With the roles that the nodes have, those that are left may not be able to serve at all.
+        for roles in (given, free):
+            try:
+                made = await asyncio.to_thread(
+                    plans_for_nodes,
+                    network,
+                    roles,
+                    self._rules,
+                    now_s,
+                    reason=reason,
+                    policy=self._policy,
+                )
+            except InputError as error:
+                problem_text = str(error)
+            else:
+                together = tuple(sorted(live.homes)) if len(self._problems) > 1 else ()
+                return {
+                    home: replace(self._with_known(home, plan), together=together)
+                    for home, plan in made.items()
+                }
+        self.history.record_no_plan(problem_text)
+        return {}
 
     def _with_known(self, home: ClusterId, plan: Plan) -> Plan:
         """The plan with the roles of nodes that are away, for their return."""

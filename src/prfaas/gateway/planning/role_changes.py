@@ -25,6 +25,8 @@ from prfaas.types import NodeId
 
 log = logging.getLogger(__name__)
 
+_STEPS_TO_WAIT = 8  # steps of the long-term loop
+
 
 class RoleChanges:
     def __init__(
@@ -39,10 +41,12 @@ class RoleChanges:
         self._http = http
         self._coordination = coordination
         self._draining: set[NodeId] = set()  # nodes that this gateway is about to change
+        self._waited: dict[NodeId, int] = {}  # steps, for the new role of a node that has drained
 
     @property
     def draining(self) -> frozenset[NodeId]:
         """Nodes that get no new requests from any gateway."""
+        self._draining = {n for n in self._draining if self._fleet.members.named(n) is not None}
         return frozenset(self._draining)
 
     async def apply(self, plan: Plan, nodes: Iterable[NodeId]) -> list[NodeId]:
@@ -105,11 +109,24 @@ class RoleChanges:
                 fleet.drain(node)
             return
         self._evacuations.reset(node)
-        recorded = self.recorded(node)
-        if self._coordination.follows and recorded != "both":
+        recorded, wanted = self.recorded(node), plan.roles[node]
+        if not self._coordination.follows or recorded == "both":
+            fleet.assign_role(node, wanted)
+        elif recorded == wanted or not fleet.roles.is_draining(node):
             fleet.assign_role(node, recorded)
-        else:
-            fleet.assign_role(node, plan.roles[node])
+        elif self._has_waited(node):
+            # The change was given up: the gateway that made it has lost its lease.
+            fleet.assign_role(node, recorded)
+
+    def _has_waited(self, node: NodeId) -> bool:
+        """Whether a node that has drained had time to show its new role: the next report of its kvd
+        comes after `kvd_poll_s`."""
+        steps = self._waited.get(node, 0) + 1
+        self._waited[node] = steps
+        if steps < _STEPS_TO_WAIT:
+            return False
+        del self._waited[node]
+        return True
 
     async def _write_role(self, member: Member, role: SetRole) -> bool:
         """Returns whether the kvd has recorded the role; if not, the next step retries."""
@@ -117,7 +134,7 @@ class RoleChanges:
         try:
             written = await kvd.set_role(role)
             if written is None:
-                log.warning("%s: another gateway has changed the role", member.kvd_url)
+                log.warning("%s refuses the role: another gateway has changed it", member.kvd_url)
             self._fleet.record_report(member, await kvd.stats())
         except PeerError as error:
             log.warning("cannot change the role of %s: %s", member.kvd_url, one_line(str(error)))

@@ -77,10 +77,9 @@ def route_from(
     if isinstance(found, Hold):
         if found.cluster is not None:
             return choice
-        waits = choice._replace(taken=found._replace(cluster=home.view.local.cluster))
         if not home.state.rules.decode_elsewhere:
-            return waits
-        return _serve_elsewhere(request, others(), decide) or waits
+            return choice
+        return _serve_elsewhere(request, others(), decide) or choice
     if not home.state.rules.decode_elsewhere or _has_decode_room(request, found, home.view):
         return choice
     here_s = predict_ttft_s(request, choice, home.state)

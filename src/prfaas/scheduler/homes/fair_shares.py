@@ -18,7 +18,7 @@ home there is nothing to share, and they do not ask.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from prfaas.planner.workload import weighted_sum
@@ -31,6 +31,7 @@ from prfaas.types import ClusterId
 
 TIME_CONSTANT_S = 20.0  # after which an earlier use counts 1/e
 IDLE_S = 1.0  # a node that was idle for longer is free for every home
+_NEGLIGIBLE = 1e-9  # prefill seconds per second
 LEAST_WEIGHT = 0.01  # of the largest weight at the cluster: a home without a planned flow
 
 
@@ -51,13 +52,31 @@ def planned_work(plan: Plan) -> dict[ClusterId, float]:
     return planned
 
 
-def weights_of(plans: Mapping[ClusterId, Plan], cluster: ClusterId) -> dict[ClusterId, float]:
-    """The weight of every home at a PrfaaS cluster, above 0. Equal ones where no plan uses it."""
-    planned = {home: planned_work(plan).get(cluster, 0.0) for home, plan in plans.items()}
-    largest = max(planned.values(), default=0.0)
-    if largest <= 0:
-        return dict.fromkeys(planned, 1.0)
-    return {home: max(work, LEAST_WEIGHT * largest) for home, work in planned.items()}
+def planned_together(plans: Mapping[ClusterId, Plan]) -> Mapping[ClusterId, Plan]:
+    """The plans of the homes that the newest plan was solved with: others are lost."""
+    newest = max(plans.values(), key=lambda plan: plan.made_s, default=None)
+    if newest is None or not newest.together:
+        return plans
+    return {home: plan for home, plan in plans.items() if home in newest.together}
+
+
+def weights_by_cluster(
+    plans: Mapping[ClusterId, Plan], clusters: Iterable[ClusterId]
+) -> dict[ClusterId, dict[ClusterId, float]]:
+    """The weight of every home at each PrfaaS cluster, above 0. Equal ones where no plan uses the
+    cluster."""
+    planned = {home: planned_work(plan) for home, plan in plans.items()}
+    return {cluster: _weights(planned, cluster) for cluster in clusters}
+
+
+def _weights(
+    planned: Mapping[ClusterId, Mapping[ClusterId, float]], cluster: ClusterId
+) -> dict[ClusterId, float]:
+    here = {home: work.get(cluster, 0.0) for home, work in planned.items()}
+    largest = max(here.values(), default=0.0)
+    if largest < _NEGLIGIBLE:
+        return dict.fromkeys(here, 1.0)
+    return {home: max(work, LEAST_WEIGHT * largest) for home, work in here.items()}
 
 
 # Uses --------------------------------------------------------------------------------------------

@@ -77,6 +77,7 @@ def replan(window: TrafficWindow, plan: Plan) -> Plan | None:
         made_s=window.now_s,
         converted_s={**plan.converted_s, **dict.fromkeys(changed, window.now_s)},
         reason=describe_change(changed, moved, hardware_changed, pace_changed),
+        together=plan.together,
     )
 
 

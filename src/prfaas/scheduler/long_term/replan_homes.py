@@ -88,7 +88,8 @@ def replan_homes(
     roles = {name: dict(home.roles) for name, home in seen.items()}
     changed: dict[ClusterId, dict[NodeId, Role]] = {name: {} for name in seen}
     # As for one PD cluster, roles wait for steady traffic and hardware.
-    if all(home.steady for home in seen.values()) and not hardware_changed:
+    steady = all(home.steady for home in seen.values()) and not hardware_changed
+    if steady or here is None:
         try:
             best = solve_network(network)
         except InputError:
