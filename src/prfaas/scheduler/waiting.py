@@ -130,7 +130,7 @@ class WaitingRoom(Generic[T]):
     def __init__(self, weight: Callable[[str], float] = equal_weights) -> None:
         """`weight` returns the weight of a tenant, which is above 0."""
         self._weight = weight
-        self._share = equal_shares
+        self._share: Callable[[ClusterId, str], float] = equal_shares
         self._queues: dict[ClusterId | None, dict[str, _TenantQueue[T]]] = {}
         self._clocks: dict[ClusterId | None, FairClock] = {}
         self._work: dict[ClusterId, HeldWork] = {}

@@ -40,6 +40,7 @@ class FairAccess:
         self._other_uses = other_uses
         self._uses = ShareUses()
         self._weights: Mapping[ClusterId, Mapping[ClusterId, float]] = {}
+        waiting_room.share_by(self._weight)
 
     def follow(self, plans: Mapping[ClusterId, Plan]) -> None:
         """The plans' flows are the shares from now on."""
@@ -73,7 +74,7 @@ class FairAccess:
         """Counts a dispatch towards the share of its home. Returns the home's weight."""
         stated_s = self._stated_s(placement, found)
         self._uses.record(found.cluster, placement.home, stated_s, now_s)
-        return self._weights.get(found.cluster, {}).get(placement.home, 1.0)
+        return self._weight(found.cluster, placement.queue)
 
     def uses_of(self, homes: Iterable[ClusterId], now_s: float) -> dict[str, ClusterUse]:
         """What these homes take of each PrfaaS cluster by this gateway."""
@@ -85,6 +86,9 @@ class FairAccess:
             if used_s or wants:
                 found[str(cluster)] = ClusterUse(used_s, wants)
         return found
+
+    def _weight(self, cluster: ClusterId, queue: str) -> float:
+        return self._weights.get(cluster, {}).get(home_of(queue), 1.0)
 
     def _wanting(self, cluster: ClusterId) -> Iterable[ClusterId]:
         return (home_of(queue) for queue in self._waiting_room.tenants(cluster))
