@@ -376,3 +376,13 @@ def test_old_tags_are_forgotten() -> None:
         clock.charge("busy", 2.0, waits=False)
     clock.forget(())
     assert set(clock.tags) <= {"busy", "t99"}
+
+
+def test_the_work_before_a_tenant_follows_its_share_of_the_cluster() -> None:
+    room: WaitingRoom[str] = WaitingRoom()
+    room.share_by(lambda cluster, tenant: {"a": 6.0, "b": 2.0}[tenant])
+    room.put("a1", Hold("", FAR, 10.0, 0.0), "a")
+    room.put("b1", Hold("", FAR, 2.0, 0.0), "b")
+    of_b, of_a = room.work_before("b")[FAR], room.work_before("a")[FAR]
+    assert (of_b.own_s, of_b.total_s) == (2.0, pytest.approx(2.0 + 6.0))
+    assert (of_a.own_s, of_a.total_s) == (10.0, pytest.approx(10.0 + 2.0))

@@ -98,9 +98,10 @@ def test_an_unused_share_may_be_used_by_others() -> None:
 
 
 def test_a_home_within_its_share_is_not_held() -> None:
-    assert held(free_at_s=NOW_S, west_s=14.0, wanting=(WEST,)) is None, "its own prefill is allowed"
-    assert held(free_at_s=NOW_S, west_s=13.9, wanting=(WEST,)) is not None
-    assert held(free_at_s=NOW_S + 9.0, west_s=14.0, wanting=(WEST,)) is None
+    had_s = (30.0 - 2 / 3 * 2.0) / 2.0  # its part of its own prefill is allowed
+    assert held(free_at_s=NOW_S, west_s=had_s + 0.01, wanting=(WEST,)) is None
+    assert held(free_at_s=NOW_S, west_s=had_s - 0.01, wanting=(WEST,)) is not None
+    assert held(free_at_s=NOW_S + 9.0, west_s=had_s + 0.01, wanting=(WEST,)) is None
 
 
 def test_a_home_that_is_ahead_does_not_fill_the_queues_of_nodes() -> None:

@@ -32,7 +32,7 @@ from prfaas.types import ClusterId
 TIME_CONSTANT_S = 20.0  # after which an earlier use counts 1/e
 IDLE_S = 1.0  # a node that was idle for longer is free for every home
 _NEGLIGIBLE = 1e-9  # prefill seconds per second
-LEAST_WEIGHT = 0.01  # of the largest weight at the cluster: a home without a planned flow
+LEAST_WEIGHT = 0.001  # of the largest weight at the cluster: a home without a planned flow
 
 
 # Weights -----------------------------------------------------------------------------------------
@@ -174,14 +174,16 @@ def share_hold(
     of its share there; None: it may go. `node` is the prefill node of the route, `stated_s` the
     stated duration of the prefill, and `queue_s` the prefill work that keeps a node busy.
 
-    A home may be ahead by the request's own prefill. Without that, two homes that send what the
-    plan gives them would hold each other's requests in turn."""
+    A home may be ahead by its part of the request's own prefill. Without that, two homes that send
+    what the plan gives them would hold each other's requests in turn. With more, a home without a
+    planned flow could always have a prefill at the cluster, at the cost of those that have one."""
     wait_s = node.free_at_s - now_s
     if wait_s < -IDLE_S:
         return None
     cluster, busy = shared.cluster, wait_s > queue_s
     others: Collection[ClusterId] = shared.weights if busy else shared.wanting
-    behind = _behind(home, shared.used_s, shared.weights, others, stated_s)
+    part = shared.weights[home] / sum(shared.weights.values())
+    behind = _behind(home, shared.used_s, shared.weights, others, part * stated_s)
     if behind is not None:
         reason = f"{behind} has had less of its share of {cluster}"
     elif busy and home in shared.wanting:
