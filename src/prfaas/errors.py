@@ -12,6 +12,7 @@
     └── PeerError               another process broke a rule, or went away
         ├── ConnectionLost      a connection could not be made, broke, or was silent for too long
         │   └── Unreachable     a connection could not be made
+        │       └── Refused     no process listens at the address
         ├── PeerHttpError       see above
         ├── WireError           bytes that are not our protocol, or break its limits
         └── TransferFailed      a transfer ended without a commit; has the reason
