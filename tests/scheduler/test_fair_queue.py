@@ -380,7 +380,7 @@ def test_old_tags_are_forgotten() -> None:
 
 def test_the_work_before_a_tenant_follows_its_share_of_the_cluster() -> None:
     room: WaitingRoom[str] = WaitingRoom()
-    room.share_by(lambda cluster, tenant: {"a": 6.0, "b": 2.0}[tenant])
+    room.share = lambda cluster, tenant: {"a": 6.0, "b": 2.0}[tenant]
     room.put("a1", Hold("", FAR, 10.0, 0.0), "a")
     room.put("b1", Hold("", FAR, 2.0, 0.0), "b")
     of_b, of_a = room.work_before("b")[FAR], room.work_before("a")[FAR]

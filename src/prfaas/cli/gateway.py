@@ -109,6 +109,13 @@ def gateway(
     )
     section = deployment.gateway
     options = load_options(file, assignments, section, security, record, home)
+    if len(deployment.gateways) > 1 and options.backend.member_key is None and not section.insecure:
+        raise InputError(
+            "the gateways of [[gateways]] talk to each other under the member key, and there is none",
+            file=file,
+            where="gateway.member_key_file",
+            fix="name a file with the key, or give --member-key-file",
+        )
     problem = deployment_problem(file, deployment)
     # Threads parse and hash long prompts. The event loop releases the interpreter lock with every
     # system call; with Python's default interval it would wait 5 ms to get the lock back.
@@ -144,6 +151,13 @@ def chosen_home(deployment: Deployment, name: str | None) -> ClusterId | None:
             where="--cluster",
             fix="add [[gateways]] with the URL of each pd cluster's gateway, or leave --cluster "
             "out: then one gateway serves all",
+        )
+    if deployment.gateways and not any(cluster.nodes for cluster in deployment.clusters):
+        raise InputError(
+            "no cluster lists its nodes, and the gateways need one list of kvds to agree on which "
+            "of them plans",
+            where="clusters",
+            fix="list the nodes of at least one cluster as [[clusters.nodes]]",
         )
     return ClusterId(name)
 

@@ -220,13 +220,6 @@ def _check_gateways(deployment: Deployment) -> None:
             )
         clusters.append(entry.cluster)
         urls.append(url)
-    if not any(cluster.nodes for cluster in deployment.clusters):
-        raise InputError(
-            "no cluster lists its nodes, and the gateways need the same list of kvds to agree on "
-            "which of them plans",
-            where="clusters",
-            fix="list the nodes of at least one cluster as [[clusters.nodes]]",
-        )
     if not deployment.gateway.plans:
         raise InputError(
             "the gateways of [[gateways]] agree themselves on which of them plans",

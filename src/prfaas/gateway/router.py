@@ -96,7 +96,7 @@ class Router:
             others = [other for home, other in round_trips if home == own]
             self._serving_homes = [own, *(others if self.rules.decode_elsewhere else ())]
         self._shares = shares
-        self.waiting_room.share_by(shares.weight)
+        self.waiting_room.share = shares.weight
         self._decisions.round_trips = round_trips
 
     async def place(self, placement: PlacementRequest, patience_s: float) -> Booking:

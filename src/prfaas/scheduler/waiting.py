@@ -130,7 +130,9 @@ class WaitingRoom(Generic[T]):
     def __init__(self, weight: Callable[[str], float] = equal_weights) -> None:
         """`weight` returns the weight of a tenant, which is above 0."""
         self._weight = weight
-        self._share: Callable[[ClusterId, str], float] = equal_shares
+        # Tenants may have unequal shares of clusters, each above 0, which multiply their weights in
+        # `work_before`. Whoever records a dispatch divides its work by the share.
+        self.share: Callable[[ClusterId, str], float] = equal_shares
         self._queues: dict[ClusterId | None, dict[str, _TenantQueue[T]]] = {}
         self._clocks: dict[ClusterId | None, FairClock] = {}
         self._work: dict[ClusterId, HeldWork] = {}
@@ -139,11 +141,6 @@ class WaitingRoom(Generic[T]):
 
     def __len__(self) -> int:
         return self._count
-
-    def share_by(self, share: Callable[[ClusterId, str], float]) -> None:
-        """Tenants have unequal shares of clusters, each above 0, which multiply their weights in
-        `work_before`. Whoever records a dispatch divides its work by the share."""
-        self._share = share
 
     @property
     def work(self) -> Mapping[ClusterId, HeldWork]:
@@ -164,9 +161,9 @@ class WaitingRoom(Generic[T]):
         if len(queues) == 1:
             return self._work[cluster]
         own_s = own.total_s
-        weight = self._weight(tenant) * self._share(cluster, tenant)
+        weight = self._weight(tenant) * self.share(cluster, tenant)
         others_s = sum(
-            min(other.total_s, own_s * self._weight(name) * self._share(cluster, name) / weight)
+            min(other.total_s, own_s * self._weight(name) * self.share(cluster, name) / weight)
             for name, other in queues.items()
             if name != tenant
         )

@@ -112,7 +112,7 @@ class World:
         self._homes = [homes[number] for number in numbers]  # of the requests
         nodes = {cluster: names for cluster, names, _ in members}
         self.homes = SimHomes(network, nodes, config)
-        self.waiting_room.share_by(self.homes.weight)
+        self.waiting_room.share = self.homes.weight
         longest = max(self._prompts)
         self.costs = {home_name(home): build_costs(home.problem, longest) for home in network.homes}
         window_s = config.scheduler.replan.window_s

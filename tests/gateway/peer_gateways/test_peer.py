@@ -21,7 +21,7 @@ NODE, NORTH = NodeId("north-0"), ClusterId("north")
 LOADED = report(
     plans=True,
     plan=plan(2, 7),
-    loads={NODE: NodeLoad(3, 2.0, 4)},
+    loads={NODE: NodeLoad(3, 1.0, 4)},
     uses={NORTH: ClusterUse(8.0, True)},
 )
 
@@ -43,9 +43,9 @@ def test_a_peer_that_has_not_answered_is_not_alive_and_has_nothing() -> None:
 def test_work_is_counted_down_and_use_decays_since_the_report() -> None:
     one = peer()
     one.receive(LOADED, 0, 10.0)
-    assert one.load_at(NODE, 10.0) == NodeLoad(3, 2.0, 4)
-    assert one.load_at(NODE, 10.25) == NodeLoad(3, 1.75, 4)
-    assert one.load_at(NODE, 11.4) == NodeLoad(3, OVERDUE_S, 4), "its prefills have not ended"
+    assert one.load_at(NODE, 10.0) == NodeLoad(3, 1.0, 4)
+    assert one.load_at(NODE, 10.25) == NodeLoad(3, 0.75, 4)
+    assert one.load_at(NODE, 11.0) == NodeLoad(3, OVERDUE_S, 4), "its prefills have not ended"
     assert one.load_at(NodeId("other"), 10.0) is None
     use = one.use_of(NORTH, 11.0, 2.0)
     assert use is not None and use.wants and math.isclose(use.used_s, 8.0 * math.exp(-0.5))

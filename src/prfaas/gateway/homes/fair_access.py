@@ -96,7 +96,7 @@ class FairAccess:
         """Counts a dispatch towards the share of its home. Returns the home's weight."""
         stated_s = self._stated_s(placement, found)
         self._uses.record(found.cluster, placement.home, stated_s, now_s)
-        return self._weight(found.cluster, placement.queue)
+        return self.weight(found.cluster, placement.queue)
 
     def uses_of(self, homes: Iterable[ClusterId], now_s: float) -> dict[str, ClusterUse]:
         """What these homes take of each PrfaaS cluster by this gateway."""
