@@ -10,7 +10,7 @@ import pytest
 
 from prfaas.cli.gateway import chosen_home, entry_port
 from prfaas.config import load_deployment
-from prfaas.config.deployment import GatewayEntry
+from prfaas.config.deployment import GatewayEntry, Node
 from prfaas.config.write import deployment_toml
 from prfaas.errors import InputError
 from tests.cli.runner import Result
@@ -23,6 +23,11 @@ EACH = msgspec.structs.replace(
     gateways=[GatewayEntry("east", "http://a:8081"), GatewayEntry("west", "http://b:8082")],
 )
 
+NODE = Node("http://127.0.0.1:1", "http://127.0.0.1:2")
+LISTED = msgspec.structs.replace(
+    EACH, clusters=[msgspec.structs.replace(EACH.clusters[0], nodes=[NODE]), *EACH.clusters[1:]]
+)
+
 
 def test_without_entries_one_gateway_serves_all() -> None:
     assert chosen_home(ONE, None) is None and chosen_home(TWO, None) is None
@@ -30,7 +35,9 @@ def test_without_entries_one_gateway_serves_all() -> None:
 
 
 def test_with_entries_each_gateway_names_its_cluster_and_has_the_port_of_its_entry() -> None:
-    assert chosen_home(EACH, "west") == "west"
+    assert chosen_home(LISTED, "west") == "west"
+    with pytest.raises(InputError, match="clusters: no cluster lists its nodes"):
+        chosen_home(EACH, "west")
     assert (entry_port(EACH, "east"), entry_port(EACH, "west")) == (8081, 8082)
     with pytest.raises(InputError, match="--cluster: .* this one is; give one of: east, west"):
         chosen_home(EACH, None)
@@ -52,3 +59,13 @@ def test_the_command_refuses_a_cluster_that_the_file_does_not_have(
     result = prfaas("gateway", file, "--cluster", "north")
     assert result.code == 2
     assert "regions.toml: --cluster: no pd cluster is named 'north'" in result.err
+
+
+def test_gateways_that_know_one_another_need_a_member_key(
+    prfaas: Callable[..., Result], tmp_path: Path
+) -> None:
+    """Without it, no gateway would hear of another's plan."""
+    file = tmp_path / "regions.toml"
+    file.write_text(deployment_toml(LISTED), encoding="utf-8")
+    result = prfaas("gateway", file, "--cluster", "east")
+    assert result.code == 2 and "gateway.member_key_file" in result.err

@@ -111,7 +111,7 @@ def gateway(
     options = load_options(file, assignments, section, security, record, home)
     if len(deployment.gateways) > 1 and options.backend.member_key is None and not section.insecure:
         raise InputError(
-            "the gateways of [[gateways]] talk to each other under the member key, and there is none",
+            "the gateways of [[gateways]] need a member key for each other's reports",
             file=file,
             where="gateway.member_key_file",
             fix="name a file with the key, or give --member-key-file",
