@@ -58,6 +58,15 @@ def test_every_turn_starts_where_the_answer_ended(emulated: Gateway) -> None:
     assert cached_of(other) == 0
 
 
+def test_an_answer_that_the_pool_already_has_is_no_failure(emulated: Gateway) -> None:
+    host = emulated.decode_host
+    ids, before = prompt(90, seed=11), counted(host, "unkept_answers")
+    first, again = (complete(host, ids, 150, cache_salt="again") for _ in range(2))
+    assert tokens_of(first) == tokens_of(again)
+    assert counted(host, "unkept_answers") == before
+    assert cached_of(host.complete([*ids, *tokens_of(first), 33], max_tokens=1, cache_salt="again"))
+
+
 def test_the_answer_to_a_short_prompt_is_kept(emulated: Gateway) -> None:
     host = emulated.decode_host
     ids = prompt(5)

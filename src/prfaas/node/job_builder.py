@@ -210,7 +210,8 @@ class JobBuilder:
                 _LOG.info("an answer was not kept: %s", lease.reason)
                 return None
             try:
-                answer.write(lease, lease.skip_tokens)
+                if lease.match_tokens < tokens:  # otherwise the pool has all of it already
+                    answer.write(lease, lease.skip_tokens)
                 lease.commit()
             finally:
                 lease.abort("the answer was not written")  # no effect after a commit

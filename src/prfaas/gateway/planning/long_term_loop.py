@@ -8,9 +8,11 @@ plans (`Coordination`). Paper: section 3.4.3.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, ParamSpec
 
 from prfaas.clock import Clock
 from prfaas.config import Deployment
@@ -30,6 +32,7 @@ from prfaas.supervision import repeat
 from prfaas.types import ClusterId, NodeId
 
 STEP_EVERY_S = 0.5
+P = ParamSpec("P")
 
 
 class _Live(NamedTuple):
@@ -69,6 +72,9 @@ class LongTermLoop:
         self._started_s = clock.now()
         self._replanned_s = self._started_s  # when the traffic was last evaluated
         self._planned_for: _Live | None = None  # at the latest plan
+        # One thread for all plans. With several, each would keep the memory that a plan took, and
+        # prompts that other threads hash would wait for a plan.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="prfaas-planning")
         self.history = PlanHistory(advises=deployment.gateway.advise)
 
     async def run(self) -> None:
@@ -83,7 +89,16 @@ class LongTermLoop:
             except TimeoutError:
                 pass
 
-        await repeat(step, 0.0, self._fleet.failures, loop="long_term", retry_s=STEP_EVERY_S)
+        try:
+            await repeat(step, 0.0, self._fleet.failures, loop="long_term", retry_s=STEP_EVERY_S)
+        finally:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _solve(
+        self, solve: Callable[P, Mapping[ClusterId, Plan]], *args: P.args, **kwargs: P.kwargs
+    ) -> Mapping[ClusterId, Plan]:
+        call = partial(solve, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
     async def _step(self) -> None:
         newer = self._coordination.newer_plans()
@@ -187,7 +202,8 @@ class LongTermLoop:
         # A PD cluster that was lost or has returned changes the flows of all others. The plan says
         # which were planned together, also where another gateway has made it.
         homes = set(live.homes)
-        newcomers |= any(plan.together and set(plan.together) != homes for plan in plans.values())
+        together = [plan.together for plan in plans.values() if plan.together]
+        newcomers |= changed and any(set(planned) != homes for planned in together)
         if newcomers or (changed and not self._coordination.plans):
             return await self._plans_for_nodes(live, plans, now)
         due = now >= self._replanned_s + self._rules.every_s
@@ -196,7 +212,7 @@ class LongTermLoop:
         # The intervals count from the start, even when a step is late, or early after a change.
         self._replanned_s = now - (now - self._started_s) % self._rules.every_s
         windows = self._windows(live, now)
-        better = await asyncio.to_thread(replan_homes, windows, plans, self._stated_shares)
+        better = await self._solve(replan_homes, windows, plans, self._stated_shares)
         if not self.history.advises:
             return better
         self.history.record_advice(better)
@@ -235,7 +251,7 @@ class LongTermLoop:
         # With the roles that the nodes have, those that are left may not be able to serve at all.
         for roles in (given, free):
             try:
-                made = await asyncio.to_thread(
+                made = await self._solve(
                     plans_for_nodes,
                     network,
                     roles,
