@@ -1,9 +1,8 @@
-"""`bench lost_clusters`: its modes, step by step, and what each has to show."""
+"""`bench lost_clusters`: losses and drains, step by step, and what each has to show."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,12 +13,23 @@ from _lost_requests import (
     Loss,
     Tally,
     rate_back_at,
-    served_share,
     tally,
     ttft_quantile,
 )
-from _lost_watch import Sample, all_follow_at, follows, planner_since, shared_epochs
+from _lost_watch import (
+    Sample,
+    Splits,
+    Wanted,
+    all_follow,
+    all_follow_at,
+    empty_at,
+    planned_together,
+    planner_since,
+    shared_epochs,
+    splits_before,
+)
 from prfaas.demo.shared import Check
+from prfaas.launch.request_outcomes import RequestOutcome
 from prfaas.planner.network.problem import NetworkProblem
 from prfaas.scheduler.homes.plans import solve_network
 from prfaas.scheduler.plan import find_optimum, hardware_for
@@ -33,12 +43,7 @@ MORE_S = 30.0  # of load after all is back
 WINDOW_S = 15.0  # in which first tokens are counted
 BACK = 0.9  # of the requests of the same seconds have a first token: the rate is back
 EMPTY_S = 120.0  # for a drained cluster to finish its requests
-EMPTY_LOOKS = 3  # so often in a row it must have none
-PLANNED = 0.9  # of its planned rate, which a home sends while it is calm
-FLOOD = 3.0  # times its planned rate, which the flooding home sends
-KEPT_RATE = 0.9
-KEPT_TTFT = 1.5
-SETTLES = 0.2  # of a phase: its requests do not count, the queues settle
+EMPTY_LOOKS = 3  # so often in a row each gateway must say that it has none
 
 
 # Rates --------------------------------------------------------------------------------------------
@@ -86,6 +91,7 @@ class Step:
     full_rate_s: float | None
     p90_ttft_s: float
     shared_epochs: dict[int, list[str]]
+    planned_together: list[str]  # gateways that have planned at the same time
     used_again: int | None = None  # requests that a returned cluster has served
     planner_s: float | None = None  # until another gateway planned
     epochs: tuple[int, int] | None = None  # of the killed gateway, and of the next
@@ -118,6 +124,11 @@ def step_checks(step: Step) -> list[Check]:
             not step.shared_epochs,
             str(step.shared_epochs or none),
         ),
+        Check(
+            f"{step.name}: no two gateways plan at the same time",
+            not step.planned_together,
+            "; ".join(step.planned_together) or none,
+        ),
     ]
     if step.used_again is not None:
         checks.append(_again(step.name, step.used_again))
@@ -145,12 +156,13 @@ async def lose_cluster(world: World, cluster: str, lost_s: float, seed: int) -> 
     load = world.load(seed)
     load.start(rates_of(world.case.problem, offered_rps), _longest_s(lost_s))
     await asyncio.sleep(CALM_S)
+    splits = splits_before(world.watch.samples, world.clock.now())
     loss = await world.kill_nodes(cluster)
     await asyncio.sleep(lost_s)
     began_s = world.clock.now()
     await world.start_nodes(cluster)
     loss = loss._replace(until_s=world.clock.now())
-    await _return(world, load)
+    await _return(world, load, splits)
     live = world.instances | {cluster: 0}
     kind = "PD" if cluster in world.homes else "PrfaaS"
     step = _step(world, f"{kind} cluster {cluster}", load, loss, began_s, live, world.homes)
@@ -163,12 +175,13 @@ async def lose_planner(world: World, lost_s: float, seed: int) -> Step:
     load.start(rates_of(world.case.problem, offered_rps), _longest_s(lost_s))
     await asyncio.sleep(CALM_S)
     home, epoch = planner_of(world.watch.samples, world.homes)
+    splits = splits_before(world.watch.samples, world.clock.now())
     loss = await world.kill_gateway(home)
     await asyncio.sleep(lost_s)
     began_s = world.clock.now()
     await world.start_gateway(home)
     loss = loss._replace(until_s=world.clock.now())
-    await _return(world, load)
+    await _return(world, load, splits)
     others = [other for other in world.homes if other != home]
     step = _step(world, f"gateway of {home}", load, loss, began_s, world.instances, others)
     following = planner_since(world.watch.samples, others, epoch, loss.from_s)
@@ -191,12 +204,12 @@ def _longest_s(lost_s: float) -> float:
     return CALM_S + lost_s + 300.0 + FULL_S + MORE_S
 
 
-async def _return(world: World, load: Load) -> None:
+async def _return(world: World, load: Load, splits: Splits) -> None:
     """Load until all gateways follow the full plan, and for a while after it."""
+    wanted = Wanted(world.instances, world.homes, splits)
 
     def is_back() -> bool:
-        seen = [world.watch.latest(home) for home in world.homes]
-        return all(s is not None and follows(s, world.instances, world.homes) for s in seen)
+        return all_follow([world.watch.latest(home) for home in world.homes], wanted)
 
     await world.until(is_back, FULL_S)
     await asyncio.sleep(MORE_S)
@@ -218,27 +231,36 @@ def _step(
     samples = [sample for sample in world.watch.samples if sample.at_s >= loss.from_s - CALM_S]
     asked = load.asked
     until_s = max((one.sent_s for one in asked), default=loss.until_s)
-    left_s = all_follow_at(samples, gateways, live, world.homes, loss.from_s, began_s)
-    full_s = all_follow_at(
-        samples, world.homes, world.instances, world.homes, loss.until_s, until_s
-    )
+    left = Wanted(live, world.homes)
+    full = Wanted(world.instances, world.homes, splits_before(samples, loss.from_s))
+    left_s = all_follow_at(samples, gateways, left, loss.from_s, began_s)
+    full_s = all_follow_at(samples, world.homes, full, loss.until_s, until_s)
     served = [one for one in asked if one.home in gateways]
     return Step(
         name=name,
         offered_rps=sum(one.sent_s < loss.from_s for one in asked) / CALM_S,
         tally=tally(asked, world.lines.found, [loss], world.cluster_of),
         left_plan_s=None if left_s is None else left_s - loss.from_s,
-        left_rate_s=_after(_rate_back(served, left_s, began_s), loss.from_s),
+        left_rate_s=rate_back_s(served, left_s, loss.from_s, began_s),
         started_s=loss.until_s - began_s,
         full_plan_s=None if full_s is None else full_s - loss.until_s,
-        full_rate_s=_after(_rate_back(asked, full_s, until_s), loss.until_s),
+        full_rate_s=rate_back_s(asked, full_s, loss.until_s, until_s),
         p90_ttft_s=ttft_quantile(asked, 0.9),
         shared_epochs=shared_epochs(samples),
+        planned_together=planned_together(samples),
     )
 
 
-def _rate_back(asked: Sequence[Asked], from_s: float | None, until_s: float) -> float | None:
-    return None if from_s is None else rate_back_at(asked, from_s, until_s, WINDOW_S, BACK)
+def rate_back_s(
+    asked: Sequence[Asked], followed_s: float | None, since_s: float, until_s: float
+) -> float | None:
+    """Seconds after `since_s`, the kill or the return, until first tokens come at the offered rate
+    for the rest of the phase. `followed_s`: since when the plan is followed. No window reaches back
+    to what was served before `since_s`."""
+    if followed_s is None:
+        return None
+    from_s = max(followed_s, since_s + WINDOW_S)
+    return _after(rate_back_at(asked, from_s, until_s, WINDOW_S, BACK), since_s)
 
 
 def _after(at_s: float | None, since_s: float) -> float | None:
@@ -258,7 +280,7 @@ class Drain:
     empty_s: float | None  # from the order until no node had requests
     left_plan_s: float | None  # from the order until the plan of what is left
     full_plan_s: float | None  # from the second order until the full plan
-    served_elsewhere: int  # requests that would have used the cluster, while it was empty
+    served_elsewhere: int  # requests that took another cluster in its place, while it was empty
     served_there: int  # requests that used it nevertheless
     used_again: int  # requests that it served after the return
 
@@ -287,31 +309,26 @@ async def drain_cluster(world: World, cluster: str, drained_s: float, seed: int)
     load.start(rates_of(world.case.problem, offered_rps), _longest_s(drained_s + EMPTY_S))
     await asyncio.sleep(CALM_S)
     ordered_s = world.clock.now()
+    splits = splits_before(world.watch.samples, ordered_s)
     await world.order_drain(cluster, drained=True)
-    looks = 0
 
     def is_empty() -> bool:
-        nonlocal looks
-        seen = [world.watch.latest(home) for home in world.homes]
-        known = [s for s in seen if s is not None and cluster in s.drained]
-        empty = len(known) == len(seen) and not any(s.requests[cluster] for s in known)
-        looks = looks + 1 if empty else 0
-        return looks >= EMPTY_LOOKS
+        seen = world.watch.samples
+        return empty_at(seen, world.homes, cluster, ordered_s, EMPTY_LOOKS) is not None
 
     emptied = await world.until(is_empty, EMPTY_S)
     empty_s = world.clock.now()
     await asyncio.sleep(drained_s)
     returned_s = world.clock.now()
     await world.order_drain(cluster, drained=False)
-    await _return(world, load)
+    await _return(world, load, splits)
     until_s = max((one.sent_s for one in load.asked), default=returned_s)
-    live = world.instances | {cluster: 0}
-    samples = [sample for sample in world.watch.samples if sample.at_s >= ordered_s]
-    everyone = world.homes
-    left_s = all_follow_at(samples, everyone, live, everyone, ordered_s, returned_s)
-    full_s = all_follow_at(samples, everyone, world.instances, everyone, returned_s, until_s)
+    samples, homes = world.watch.samples, world.homes
+    left = Wanted(world.instances | {cluster: 0}, homes)
+    full = Wanted(world.instances, homes, splits)
+    left_s = all_follow_at(samples, homes, left, ordered_s, returned_s)
+    full_s = all_follow_at(samples, homes, full, returned_s, until_s)
     meanwhile = [one for one in load.asked if empty_s <= one.sent_s <= returned_s]
-    used = [_clusters_used(world, one) for one in meanwhile]
     return Drain(
         cluster,
         offered_rps,
@@ -320,18 +337,38 @@ async def drain_cluster(world: World, cluster: str, drained_s: float, seed: int)
         _after(left_s, ordered_s),
         _after(full_s, returned_s),
         served_elsewhere=sum(
-            cluster not in there and (cluster not in everyone or one.home == cluster)
-            for one, there in zip(meanwhile, used, strict=True)
-            if there and one.error is None
+            is_served_elsewhere(
+                one, world.lines.found.get(one.id), cluster, homes, world.cluster_of
+            )
+            for one in meanwhile
         ),
         # A request that was sent just before the second order may be placed after it.
         served_there=sum(
-            cluster in there
-            for one, there in zip(meanwhile, used, strict=True)
+            cluster in _clusters_used(world, one)
+            for one in meanwhile
             if one.first_s is not None and one.first_s <= returned_s
         ),
         used_again=_uses(world, load, cluster, returned_s),
     )
+
+
+def is_served_elsewhere(
+    asked: Asked,
+    line: RequestOutcome | None,
+    drained: str,
+    homes: Collection[str],
+    cluster_of: Mapping[str, str],
+) -> bool:
+    """Whether another cluster has served the request in the drained one's place: it arrived at the
+    drained PD cluster, or, for a PrfaaS cluster, another PrfaaS cluster has prefilled it."""
+    if asked.error is not None or line is None:
+        return False
+    prefill, decode = cluster_of.get(line.prefill), cluster_of.get(line.decode)
+    if decode is None or drained in (prefill, decode):
+        return False
+    if drained in homes:
+        return asked.home == drained
+    return prefill is not None and prefill not in homes
 
 
 def _uses(world: World, load: Load, cluster: str, from_s: float) -> int:
@@ -345,100 +382,3 @@ def _clusters_used(world: World, asked: Asked) -> set[str]:
     if line is None:
         return set()
     return {world.cluster_of[node] for node in (line.prefill, line.decode) if node}
-
-
-# Flood --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class HomePhase:
-    """One home in one phase, without the seconds in which queues settle."""
-
-    home: str
-    planned_rps: float
-    offered_rps: float
-    first_tokens_rps: float
-    p90_ttft_s: float
-    failed: int  # of all its requests in the phase; one without an outcome has failed
-
-
-@dataclass(frozen=True, slots=True)
-class Flood:
-    home: str  # that floods
-    calm: list[HomePhase]
-    flood: list[HomePhase]
-
-    def others(self, phase: list[HomePhase]) -> list[HomePhase]:
-        return [one for one in phase if one.home != self.home]
-
-
-def flood_checks(found: Flood) -> list[Check]:
-    checks = []
-    for calm, flood in zip(found.others(found.calm), found.others(found.flood), strict=True):
-        kept = _ratio(flood.first_tokens_rps, flood.offered_rps)
-        slower = _ratio(flood.p90_ttft_s, calm.p90_ttft_s)
-        checks += [
-            Check(f"{calm.home}: no request fails", not calm.failed + flood.failed, ""),
-            Check(
-                f"{calm.home} keeps its rate within {1 - KEPT_RATE:.0%} while {found.home} floods",
-                kept >= KEPT_RATE,
-                f"{kept:.1%} of what arrives there",
-            ),
-            Check(
-                f"{calm.home}: P90 TTFT within {KEPT_TTFT:g}x of the calm phase",
-                slower <= KEPT_TTFT,
-                f"{slower:.2f}x ({calm.p90_ttft_s:.1f} s, then {flood.p90_ttft_s:.1f} s)",
-            ),
-        ]
-    return checks
-
-
-def _ratio(value: float, of: float) -> float:
-    return value / of if of else math.nan
-
-
-async def flood_from(world: World, home: str, phase_s: float, seed: int) -> Flood:
-    planned = {h.cluster: h.rate_rps for h in solve_network(world.case.problem).homes}
-    calm = {name: PLANNED * rps for name, rps in planned.items()}
-    load = world.load(seed)
-    began_s = world.clock.now()
-    # The other homes do not notice where one phase ends, so that their queues are comparable.
-    load.start({name: rps for name, rps in calm.items() if name != home}, 2 * phase_s)
-    load.start({home: calm[home]}, phase_s)
-    await asyncio.sleep(phase_s)
-    load.start({home: FLOOD * planned[home]}, phase_s)
-    await asyncio.sleep(phase_s)
-    # The flooding home has a backlog that nobody waits for.
-    await load.stop(give_up=[home])
-    phases = (
-        home_phases(load.asked, planned, start_s, phase_s)
-        for start_s in (began_s, began_s + phase_s)
-    )
-    return Flood(home, *phases)
-
-
-def home_phases(
-    asked: Sequence[Asked], planned: Mapping[str, float], began_s: float, phase_s: float
-) -> list[HomePhase]:
-    from_s, until_s = began_s + SETTLES * phase_s, began_s + phase_s
-    rows = []
-    for home, planned_rps in planned.items():
-        here = [one for one in asked if one.home == home]
-        counted = [one for one in here if from_s < one.sent_s <= until_s]
-        offered_rps = len(counted) / (until_s - from_s)
-        share = served_share(here, from_s, until_s)
-        rows.append(
-            HomePhase(
-                home,
-                planned_rps,
-                offered_rps,
-                share * offered_rps if counted else 0.0,
-                ttft_quantile(counted, 0.9),
-                sum(
-                    one.error is not None or one.ended_s is None
-                    for one in here
-                    if began_s < one.sent_s <= until_s
-                ),
-            )
-        )
-    return rows

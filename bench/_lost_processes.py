@@ -6,21 +6,22 @@ A killed process is started again at its old address, as a service manager would
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 
 from _agree_regions import MEMORY
 from _lost_requests import GatewayLines, Load, Loss
-from _lost_watch import Watch
+from _lost_watch import Watch, beside
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.contracts.gateway_api import DRAIN_PATH, SetDrain
 from prfaas.demo.regions_case import RegionsCase
+from prfaas.demo.shared import run_watched
 from prfaas.launch import commands
 from prfaas.launch.attached_process import attached_prefix
 from prfaas.launch.children import Command
@@ -30,6 +31,8 @@ from prfaas.measure.client import Target, connect
 
 START_S = 180.0  # for processes to start on a busy machine
 POLL_S = 0.2
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,7 @@ class World:
     lines: GatewayLines
     watch: Watch
     clock: Clock
+    watching: asyncio.Task[None]  # runs `watch`
 
     @property
     def homes(self) -> list[str]:
@@ -63,6 +67,11 @@ class World:
     def load(self, seed: int) -> Load:
         workloads = {home.cluster: home.problem.workload for home in self.case.problem.homes}
         return Load(self.targets, workloads, self.case.deployment.model.name, self.clock, seed)
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Returns the work's result. Raises when a process exits that was not killed here, or when
+        the watch of the gateways fails."""
+        return await run_watched(self.live.hosts.children, beside(self.watching, work))
 
     # Processes ------------------------------------------------------------------------------------
 
@@ -157,7 +166,7 @@ async def running_world(case: RegionsCase, folder: Path) -> AsyncIterator[World]
         watch = Watch(live.gateway_urls, live.http, clock)
         watching = asyncio.create_task(watch.run())
         stack.push_async_callback(_cancelled, watching)
-        yield World(case, live, engines, targets, lines, watch, clock)
+        yield World(case, live, engines, targets, lines, watch, clock, watching)
 
 
 async def _cancelled(task: asyncio.Task[None]) -> None:

@@ -25,6 +25,7 @@ from prfaas.measure.prompts import PromptGenerator
 from prfaas.planner.workload import Workload
 from prfaas.sim.arrivals import Arrivals, poisson
 
+DETECTION_S = 5.0  # after which gateways send no request to a killed node
 LIMIT_S = 180.0  # for one request; one that takes longer has no outcome
 LINES_EVERY_S = 0.1
 LINES_S = 10.0  # for the gateways' lines of requests that have ended
@@ -60,9 +61,14 @@ class Loss(NamedTuple):
     until_s: float  # when all of them accepted requests again
 
     def touches(self, asked: Asked) -> bool:
-        """Whether the request was under way in this time, or began in it."""
+        """Whether the loss may be why the request has failed: the request was under way at the
+        kill, or was sent to a killed gateway, or so soon after the kill of nodes that its gateway
+        could not know of it."""
         ended_s = float("inf") if asked.ended_s is None else asked.ended_s
-        return asked.sent_s <= self.until_s and ended_s >= self.from_s
+        last_s = self.until_s
+        if self.what == "nodes":
+            last_s = min(last_s, self.from_s + DETECTION_S)
+        return asked.sent_s <= last_s and ended_s >= self.from_s
 
 
 # Judgement ----------------------------------------------------------------------------------------
@@ -165,9 +171,14 @@ def rate_back_at(
     asked: Sequence[Asked], from_s: float, until_s: float, window_s: float, least: float
 ) -> float | None:
     """The first time from `from_s` on at which the first tokens of the last `window_s` are at least
-    `least` of the requests of the same seconds. None: never."""
-    times = np.arange(from_s, until_s, 0.5).tolist()
-    return next((t for t in times if served_share(asked, t - window_s, t) >= least), None)
+    `least` of the requests of the same seconds, and stay so until `until_s`. None: there is no such
+    time. A window without a request shows nothing, and counts as one without first tokens."""
+    back_s: float | None = None
+    for at_s in reversed(np.arange(from_s, until_s, 0.5).tolist()):
+        if not served_share(asked, at_s - window_s, at_s) >= least:  # NaN is not
+            break
+        back_s = at_s
+    return back_s
 
 
 def ttft_quantile(asked: Iterable[Asked], share: float) -> float:
@@ -212,7 +223,8 @@ class GatewayLines:
 
 @dataclass(slots=True)
 class Load:
-    """Poisson requests to the gateways of all homes, from `start` to `stop`."""
+    """Poisson requests to the gateways of all homes, from `start` to `stop`. Loads with the same
+    seed and rates have the same arrival times and prompts, and share no cached prefix."""
 
     targets: Mapping[str, Target]
     workloads: Mapping[str, Workload]
@@ -224,18 +236,23 @@ class Load:
     _under_way: set[asyncio.Task[None]] = field(default_factory=set)
     _prompts: PromptGenerator = field(default_factory=PromptGenerator)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
-    _seeds: itertools.count[int] = field(default_factory=itertools.count)
+    # Part of the ids, so that the gateways' lines about an earlier load are not taken for this one.
+    _name: str = field(default_factory=lambda: secrets.token_hex(4))
 
     def start(self, rates_rps: Mapping[str, float], most_s: float) -> None:
         """Begins to send. No request is sent after `most_s`."""
         template = RequestTemplate(self.model, salt=secrets.token_hex(8))
         for home, rps in sorted(rates_rps.items()):
-            number = next(self._seeds)
+            number = sorted(self.workloads).index(home)
             count = int(rps * most_s * 1.5) + 20  # more than arrive in that time
             arrivals = poisson(self.workloads[home], rps, count, self.seed + number)
             self._senders.append(
                 asyncio.create_task(self._send_all(home, arrivals, template, most_s, number))
             )
+
+    async def sent(self) -> None:
+        """Returns when every request has been sent. Raises the error of a sender."""
+        await asyncio.gather(*self._senders)
 
     async def _send_all(
         self, home: str, arrivals: Arrivals, template: RequestTemplate, most_s: float, seed: int
@@ -247,7 +264,8 @@ class Load:
             prompt = self._prompts.text(prompt_parts(arrivals, number, seed=seed))
             tokens = int(arrivals.output_tokens[number])
             await asyncio.sleep(max(0.0, began_s + at_s - self.clock.now()))
-            one = Asked(f"{ID}{next(self._numbers)}", home, self.clock.now(), max(1, tokens))
+            request_id = f"{ID}{self._name}-{next(self._numbers)}"
+            one = Asked(request_id, home, self.clock.now(), max(1, tokens))
             self.asked.append(one)
             task = asyncio.create_task(self._send(one, template.body(prompt, tokens)))
             self._under_way.add(task)
@@ -265,19 +283,18 @@ class Load:
 
     async def stop(self, *, give_up: Collection[str] = ()) -> None:
         """Sends no more, and waits until every request has ended. Requests of the homes `give_up`
-        that are under way are cancelled: they have no outcome."""
+        that are under way are cancelled: they have no outcome. Raises the error of a sender.
+        """
         for sender in self._senders:
             sender.cancel()
-        await asyncio.gather(*self._senders, return_exceptions=True)
+        ended = await asyncio.gather(*self._senders, return_exceptions=True)
         self._senders.clear()
+        for error in ended:
+            if isinstance(error, Exception):  # which a cancelled task has not
+                raise error
         waiting = [one for one in self.asked if one.ended_s is None and one.home not in give_up]
         while any(one.ended_s is None for one in waiting) and self._under_way:
             await asyncio.wait(self._under_way, return_when=asyncio.FIRST_COMPLETED)
         for task in list(self._under_way):
             task.cancel()
         await asyncio.gather(*self._under_way, return_exceptions=True)
-
-    @property
-    def without_tokens(self) -> list[Asked]:
-        """Requests under way that have no first token yet."""
-        return [one for one in self.asked if one.first_s is None and one.ended_s is None]
