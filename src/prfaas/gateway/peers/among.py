@@ -79,6 +79,11 @@ class AmongGateways:
     def highest_epoch(self) -> int:
         return max(self._election.highest_epoch, self._peers.highest_epoch())
 
+    @property
+    def followed(self) -> tuple[int, int] | None:
+        """Epoch and number of the plan that this gateway follows."""
+        return None if self._followed is None else self._followed.number
+
     def newer_plans(self) -> Mapping[ClusterId, Plan] | None:
         newest = self._peers.newest_number
         if newest is None or (self._followed is not None and newest <= self._followed.number):

@@ -132,7 +132,13 @@ class Federation:
         planner = next((status.cluster for status in statuses if status.plans), None)
         return {
             "gateways": [
-                {"cluster": self.own, "here": True, "alive": True, "plans": coordination.plans},
+                {
+                    "cluster": self.own,
+                    "here": True,
+                    "alive": True,
+                    "plans": coordination.plans,
+                    "followed": coordination.followed,
+                },
                 *({"here": False, **msgspec.to_builtins(status)} for status in statuses),
             ],
             "planner": {
