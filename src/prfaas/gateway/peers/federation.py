@@ -130,9 +130,16 @@ class Federation:
         """The gateways, for operators."""
         statuses = self.peers.statuses()
         planner = next((status.cluster for status in statuses if status.plans), None)
+        own = {
+            "cluster": self.own,
+            "here": True,
+            "alive": True,
+            "plans": coordination.plans,
+            "drained": sorted(self._fleet.drained),
+        }
         return {
             "gateways": [
-                {"cluster": self.own, "here": True, "alive": True, "plans": coordination.plans},
+                own,
                 *({"here": False, **msgspec.to_builtins(status)} for status in statuses),
             ],
             "planner": {
