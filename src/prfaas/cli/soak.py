@@ -15,7 +15,7 @@ from prfaas.clock import MonotonicClock
 from prfaas.display.console import print_json
 from prfaas.faults.actors.situation import ACTORS, ActorName
 from prfaas.faults.catalogue import FAULTS
-from prfaas.faults.clusters.catalogue import CLUSTER_FAULTS
+from prfaas.faults.clusters.catalogue import CLUSTER_FAULTS, choose_faults
 from prfaas.faults.deployment import launched_fault_deployment
 from prfaas.faults.preparation import FaultEngine, prepare_fault_deployment
 from prfaas.faults.soak import Soak, SoakOptions, SoakReport, limit_tenants
@@ -160,6 +160,7 @@ def soak(
         only=only,
     )
     ready, lengths = prepare_fault_deployment(engine, file, folder, CACHE, say)
+    choose_faults(only, len(ready.deployment.of_kind("pd")))  # raises before any process is started
 
     async def run() -> SoakReport:
         async with launched_fault_deployment(
