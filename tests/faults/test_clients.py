@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import cast
 
 import aiohttp
+import msgspec
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
@@ -15,7 +16,9 @@ from prfaas.faults.clients import ClientResult, Clients, is_explained
 from prfaas.faults.credentials import ORDINARY_TENANTS
 from prfaas.faults.deployment import FaultDeployment
 from prfaas.faults.downtimes import Downtimes
+from prfaas.faults.episode import find_unexcused
 from prfaas.faults.questions import Question, Verdict
+from prfaas.launch.request_outcomes import RequestOutcome, RequestOutcomes
 from prfaas.measure.client import Target, TimedResponse
 
 QUESTION = Question((1, 2, 3), (4,))
@@ -73,9 +76,13 @@ async def test_the_downtime_of_an_earlier_attempt_does_not_excuse_the_last_one(
     assert is_explained(asked, None, down)
 
 
-def test_a_broken_stream_is_excused_by_its_own_decode_node_only() -> None:
+def result(verdict: Verdict) -> ClientResult:
     answer = TimedResponse(10.0, ended_s=20.0, token_ids=[4], error="stream failed")
-    broken = ClientResult("a.0", BUSY, Verdict.BROKEN, answer, 10.0)
+    return ClientResult("a.0", BUSY, verdict, answer, 10.0)
+
+
+def test_a_broken_stream_is_excused_by_its_own_decode_node_only() -> None:
+    broken = result(Verdict.BROKEN)
     down = Downtimes()
     down.begin("east-0", 15.0)
     assert is_explained(broken, "east-0", down)
@@ -83,3 +90,24 @@ def test_a_broken_stream_is_excused_by_its_own_decode_node_only() -> None:
     assert not is_explained(broken, None, down)
     down.begin(BUSY, 15.0)
     assert not is_explained(broken, "east-1", down), "a gateway that is down sends no error event"
+
+
+@pytest.mark.parametrize("killed", ["east-0", "east-1"])
+async def test_a_campaign_excuses_a_broken_stream_by_the_node_that_the_gateway_logged(
+    killed: str,
+) -> None:
+    outcomes, down = RequestOutcomes(), Downtimes()
+    down.begin(killed, 15.0)
+    logged = RequestOutcome(
+        *("a.0", "broken", "local", "", "east-2", "east-0", 3, 0, 1, 0, 1, 0.5, 1.0)
+    )
+    outcomes.read_line(msgspec.json.encode(logged).decode())
+    broken, right, lost = map(result, (Verdict.BROKEN, Verdict.RIGHT, Verdict.LOST))
+    may = {Verdict.BROKEN}
+    found = await find_unexcused(may, [broken, right], outcomes, down)
+    assert found == ([] if killed == "east-0" else [f"{broken}; decoded by east-0"])
+    assert await find_unexcused((), [broken], outcomes, down), "no fault of this kind breaks one"
+    assert await find_unexcused(may, [lost], outcomes, down)
+    assert await find_unexcused({Verdict.LOST}, [lost], outcomes, down), "its gateway was up"
+    down.begin(BUSY, 15.0)
+    assert await find_unexcused({Verdict.LOST}, [lost], outcomes, down) == []
