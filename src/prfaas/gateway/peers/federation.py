@@ -23,7 +23,8 @@ from prfaas.gateway.peers.among import AmongGateways
 from prfaas.gateway.peers.drains import Drains
 from prfaas.gateway.peers.peers import POLL_S, PeerGateways, PeerRules
 from prfaas.gateway.peers.traffic_rows import TrafficRows
-from prfaas.gateway.planning.election import RENEW_S, Election
+from prfaas.gateway.planning.candidacy import RENEW_S
+from prfaas.gateway.planning.election import Election
 from prfaas.gateway.router import Router
 from prfaas.http_client.client import HttpClient
 from prfaas.lateness import LateSince
