@@ -50,6 +50,7 @@ PAIRS = "tests/vllm/test_events.py"
 PAIR_MODELS = ("falcon-h1", "gemma3")
 # These take longest and begin first, so that in the end no process is left alone with one of them.
 LONGEST = (
+    *("tests/faults/clusters/test_cluster_faults.py", "tests/launch/test_regions.py"),
     *(f"{PAIRS}:{model}" for model in PAIR_MODELS),
     *("tests/engine/", "tests/gateway/dispatch/"),
     *("tests/faults/test_campaign.py", "tests/node/test_handoff.py", "tests/node/test_faults.py"),

@@ -30,6 +30,9 @@ class Gateway(ThreadingHTTPServer):
         self.stuck = False
         self.key: str | None = None
         self.looks = 0
+        self.copies = 0  # prefixes that are being copied away from north; each look ends one
+        self.follows_at = 0  # the look from which on the gateway of west follows the orders
+        self.silent = range(0)  # looks without an answer
 
     def state(self) -> dict[str, Any]:
         self.looks += 1
@@ -38,11 +41,25 @@ class Gateway(ThreadingHTTPServer):
         if not self.stuck:
             self.left = max(0, self.left - 1)
         other = {"node": "east-0", "alive": True, "running": 5, "waiting": 0}
+        copies = [{"from": "north-0", "to": "south-0"}] * self.copies
+        self.copies = max(0, self.copies - 1)
+        drained = ["north"] if self.orders and self.orders[-1]["drained"] else []
+        before = [] if drained else ["north"]
         return {
+            "moves": {"under_way": [*copies, {"from": "east-0", "to": "north-0"}]},
+            "gateways": [
+                {"cluster": "east", "alive": True, "drained": drained},
+                {
+                    "cluster": "west",
+                    "alive": True,
+                    "drained": drained if self.looks >= self.follows_at else before,
+                },
+                {"cluster": "gone", "alive": False, "drained": before},
+            ],
             "clusters": [
                 {"cluster": "north", "nodes": [busy, dead]},
                 {"cluster": "east", "nodes": [other]},
-            ]
+            ],
         }
 
 
@@ -50,6 +67,9 @@ class _Handler(BaseHTTPRequestHandler):
     server: Gateway
 
     def do_GET(self) -> None:
+        if self.server.looks + 1 in self.server.silent:
+            self.server.looks += 1
+            return self._answer({"error": {"message": "not now"}}, 503)
         self._answer(self.server.state() if self.path == "/prfaas/v1/state" else None)
 
     def do_POST(self) -> None:
@@ -98,11 +118,60 @@ def test_it_waits_until_no_node_that_is_alive_has_a_request(gateway: Gateway, pr
     assert gateway.looks == 5, "three with requests, and two in a row without"
 
 
-def test_the_cluster_returns_at_once(gateway: Gateway, prfaas: Run) -> None:
+def test_it_waits_until_no_prefix_is_copied_from_the_cluster(gateway: Gateway, prfaas: Run) -> None:
+    gateway.left, gateway.copies = 0, 4
+    result = prfaas("drain", "north", "--gateway", gateway.url)
+    assert result.code == 0 and "4 prefixes are being copied" in result.err
+    assert gateway.looks == 6, "four with copies, and two in a row without"
+
+
+def test_it_waits_until_every_living_gateway_follows_the_order(
+    gateway: Gateway, prfaas: Run
+) -> None:
+    gateway.left, gateway.follows_at = 0, 3
+    result = prfaas("drain", "north", "--gateway", gateway.url)
+    assert result.code == 0 and "do not follow the order yet: west" in result.err
+    assert gateway.looks == 4, "two at which west was behind, and two more"
+    gateway.follows_at = gateway.looks + 3
+    result = prfaas("drain", "north", "--return", "--gateway", gateway.url)
+    assert result.code == 0 and "north returns: gateways that do not follow" in result.err
+    assert gateway.looks == 8
+
+
+def test_gateways_that_do_not_follow_are_named_when_the_time_is_up(
+    gateway: Gateway, prfaas: Run
+) -> None:
+    gateway.left, gateway.follows_at = 0, 10**9
+    run = ("drain", "north", "--gateway", gateway.url, "--timeout-s", "0.05")
+    result = prfaas(*run)
+    assert result.code == 1 and "do not follow the order yet: west" in result.out
+    assert prfaas(*run, "--json").json["behind"] == ["west"]
+
+
+def test_a_failed_look_does_not_end_the_wait(gateway: Gateway, prfaas: Run) -> None:
+    gateway.left, gateway.silent = 0, range(2, 4)
+    result = prfaas("drain", "north", "--gateway", gateway.url)
+    assert result.code == 0 and "north is drained" in result.out
+    assert "the order was accepted, but the gateway does not answer now" in result.err
+    assert gateway.looks == 5, "a quiet one, two without an answer, and two quiet ones in a row"
+
+
+def test_a_gateway_that_no_longer_answers_has_accepted_the_order(
+    gateway: Gateway, prfaas: Run
+) -> None:
+    gateway.silent = range(10**9)
+    run = ("drain", "north", "--gateway", gateway.url)
+    result = prfaas(*run, "--timeout-s", "0.05")
+    assert result.code == 1 and "the order was accepted" in result.out
+    result = prfaas(*run, "--no-wait", "--json")
+    assert result.code == 0 and "not now" in result.json["problem"]
+
+
+def test_the_cluster_returns_with_its_requests(gateway: Gateway, prfaas: Run) -> None:
     gateway.stuck = True
     result = prfaas("drain", "north", "--return", "--gateway", gateway.url)
     assert result.code == 0 and "in use again" in result.out
-    assert gateway.orders == [{"cluster": "north", "drained": False}]
+    assert gateway.orders == [{"cluster": "north", "drained": False}] and gateway.looks == 2
 
 
 def test_requests_that_do_not_end(gateway: Gateway, prfaas: Run) -> None:

@@ -6,11 +6,13 @@ import os
 import signal
 import urllib.error
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from prfaas.cli.up import prepare
 from prfaas.config import Deployment, load_deployment
 from prfaas.config.write import deployment_toml
 from prfaas.engine.emulated.pace import Scales
@@ -29,6 +31,7 @@ from tests.waiting import wait_until
 
 Run = Callable[..., Result]
 CASE_STUDY = Path(__file__).parents[2] / "configs" / "case_study.toml"
+TWO_BY_TWO = CASE_STUDY.with_name("two_by_two.toml")
 SCALES = ("--time-scale", "0.02", "--byte-scale", "0.002", "--output-scale", "0.02")
 
 
@@ -113,12 +116,27 @@ def test_a_child_that_dies_is_named_with_its_last_words(up: Process, tmp_path: P
         ([str(CASE_STUDY), "--time-scale", "0.5"], "only emulated engines can be scaled"),
         ([str(CASE_STUDY), "--engine", "emulated", "--byte-scale", "1e-5"], "--byte-scale"),
         (["--engine", "vllm", "--vllm-python", "/nowhere/python"], "--vllm-python"),
+        (["--port", "65536"], "--port: 65536 is out of range; give a port from 1 to 65535"),
+        (["--port", "-1"], "--port: -1 is out of range"),
+        (
+            [str(TWO_BY_TWO), "--engine", "emulated", "--port", "65535"],
+            "--port: 65535 is out of range with 2 gateways, which take consecutive ports; "
+            "give a port from 1 to 65534, or 0",
+        ),
     ],
 )
 def test_mistakes_are_one_line(prfaas: Run, arguments: list[str], says: str) -> None:
     result = prfaas("up", *arguments)
     assert result.code == 2
     assert says in result.err and result.err.count("\n") == 1
+
+
+def test_the_last_port_is_enough_for_one_gateway(tmp_path: Path) -> None:
+    options = LaunchOptions("emulated", Scales(0.5, 1 / 64, 1 / 32), port=65_535)
+    ready = prepare(TWO_BY_TWO, options, tmp_path, print, one_gateway=True)
+    assert ready.deployment.gateway.port == 65_535
+    two = replace(options, port=65_534)
+    assert prepare(TWO_BY_TWO, two, tmp_path, print).deployment.gateway.port == 65_534
 
 
 def test_the_wan_in_words() -> None:
@@ -158,7 +176,7 @@ def test_a_wan_of_ones_own_and_no_relay_of_the_files(tmp_path: Path) -> None:
 def test_several_pd_clusters_have_no_baseline_and_all_their_workloads_are_scaled(
     tmp_path: Path,
 ) -> None:
-    file = CASE_STUDY.with_name("two_by_two.toml")
+    file = TWO_BY_TWO
     deployment = load_deployment(file)
     scales = Scales(0.5, 1 / 64, 1 / 32)
     with pytest.raises(InputError, match="--baseline: baselines have one pd cluster"):

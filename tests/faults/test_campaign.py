@@ -52,7 +52,7 @@ def test_with_a_real_model(
 
 def struck(setup: FaultSetup, name: str) -> FaultResult:
     found = setup.run(setup.campaign.run(fault(name)))
-    assert sum(found.verdicts.values()) == 2 * EACH
+    assert found.unexcused == [] and sum(found.verdicts.values()) == 2 * EACH
     check_sockets(setup)
     told = logs(setup, "*")
     assert "Traceback" not in told and "internal_error" not in told

@@ -46,28 +46,40 @@ def test_stores_that_fill_in_the_beginning_do_not_count() -> None:
     assert found.judged and found.flat
 
 
-def test_a_process_may_become_as_large_as_another_one_that_stays() -> None:
-    old, young = Growth(1200.0, (64 << 20, 64 << 20)), Growth(300.0, (50 << 20, 60 << 20))
-    assert growing_processes({"kvd-a": Growth(300.0, old.own_bytes), "kvd-b": young}) == []
-    older = Growth(1500.0, young.own_bytes)
-    assert growing_processes({"kvd-a": old, "kvd-b": older}) == [], "age does not matter, size does"
-    assert growing_processes({"kvd-a": old, "kvd-b": young}) == []
-    assert growing_processes({"kvd-b": young}) == ["kvd-b"]
-    assert growing_processes({"a": old, "kvd-b": young}) == ["kvd-b"], "another kind says nothing"
-    assert growing_processes({"kvd-a": old, "kvd-b": Growth(300.0, (50 << 20, 70 << 20))}) == [
-        "kvd-b"
-    ]
-    assert growing_processes({"kvd-a": Growth(1200.0, (50 << 20, 80 << 20)), "kvd-b": young}) == [
-        "kvd-a",
-        "kvd-b",
-    ]
+STEADY_SIZE, GROWING = (64 << 20, 64 << 20), (50 << 20, 60 << 20)
+
+
+def test_a_process_may_become_as_large_as_another_one_of_its_cluster_that_stays() -> None:
+    for steady_s in (300.0, 1200.0, 1500.0):
+        steady, growing = Growth(steady_s, STEADY_SIZE), Growth(1200.0, GROWING)
+        assert growing_processes({"kvd-east-0": steady, "kvd-east-1": growing}) == []
+        assert growing_processes({"worker-east-0-0": steady, "worker-east-1-0": growing}) == []
+        assert growing_processes({"east-0": steady, "kvd-east-1": growing}) == ["kvd-east-1"]
+    old, young = Growth(1200.0, STEADY_SIZE), Growth(300.0, GROWING)
+    assert growing_processes({"kvd-a-1": young}) == ["kvd-a-1"]
+    larger = Growth(300.0, (50 << 20, 70 << 20))
+    assert growing_processes({"kvd-a-0": old, "kvd-a-1": larger}) == ["kvd-a-1"]
+    both = {"kvd-a-0": Growth(1200.0, (50 << 20, 80 << 20)), "kvd-a-1": young}
+    assert growing_processes(both) == ["kvd-a-0", "kvd-a-1"]
+
+
+def test_of_other_clusters_only_an_older_process_shows_what_size_is_usual() -> None:
+    """A gateway that follows may be larger than the one that plans, and a kvd whose node decodes
+    larger than one whose node prefills: a leak below that size must not be excused for ever."""
+    growing = Growth(900.0, GROWING)
+    for names in (("gateway-east", "gateway-west"), ("kvd-north-0", "kvd-east-0")):
+        steady, leaks = names
+        assert growing_processes({steady: Growth(1200.0, STEADY_SIZE), leaks: growing}) == []
+        for seconds in (300.0, 900.0):
+            found = growing_processes({steady: Growth(seconds, STEADY_SIZE), leaks: growing})
+            assert found == [leaks]
 
 
 def test_a_size_at_which_no_process_was_seen_to_stay_excuses_nothing() -> None:
     growing = Growth(600.0, (50 << 20, 60 << 20))
     short = Growth(SETTLED_S - 1, (80 << 20, 80 << 20))
     assert not short.judged
-    assert growing_processes({"kvd-a": short, "kvd-b": growing}) == ["kvd-b"]
+    assert growing_processes({"kvd-a-0": short, "kvd-a-1": growing}) == ["kvd-a-1"]
 
 
 def test_a_leak_in_all_processes_of_a_kind_is_found_whatever_their_ages() -> None:
@@ -83,5 +95,5 @@ def test_a_leak_in_all_processes_of_a_kind_is_found_whatever_their_ages() -> Non
 
     late, middle, first = leaking(200.0), leaking(500.0), leaking(900.0)
     assert late.judged and late.flat
-    found = growing_processes({"kvd-late": late, "kvd-middle": middle, "kvd-first": first})
-    assert "kvd-first" in found
+    found = growing_processes({"kvd-a-0": late, "kvd-a-1": middle, "kvd-a-2": first})
+    assert "kvd-a-2" in found

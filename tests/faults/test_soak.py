@@ -6,7 +6,7 @@ import pytest
 
 from prfaas.faults.actors.situation import ACTORS, ActorsReport, DeedCounts
 from prfaas.faults.growth import Growth
-from prfaas.faults.soak import Soak, SoakOptions, SoakReport, Ttft
+from prfaas.faults.soak import CLUSTER_FAULT_S, Soak, SoakOptions, SoakReport, Ttft
 from tests.benches import bench
 from tests.complaints import check_output
 from tests.faults.conftest import FaultSetup
@@ -49,6 +49,13 @@ def test_a_soak_is_well_when_everything_is_accounted_for() -> None:
 def test_a_soak_that_kills_workers_has_killed_some() -> None:
     assert replace(WELL, killed_workers=3).ok
     assert replace(WELL, killed_workers=0).problems == ["no worker was killed"]
+
+
+def test_a_soak_of_several_clusters_has_struck_one_of_them() -> None:
+    several = replace(WELL, with_cluster_faults=True)
+    assert several.problems == ["no cluster-wide fault has struck"]
+    assert replace(several, faults={"wan-cut": 1, "pd-cluster-killed": 1}).ok
+    assert replace(several, seconds=CLUSTER_FAULT_S - 1).ok, "too short for one"
 
 
 CALM = replace(WELL, verdicts={"right": 8, "left": 2}, faults={}, with_faults=False)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
 from prfaas.cli.drain import DrainClient
 from prfaas.clock import MonotonicClock
@@ -41,6 +42,7 @@ def smallest(folder: Path) -> LaunchPlan:
     return prepare_launch(deployment, TWO_BY_TWO, options, folder)
 
 
+@pytest.mark.slow  # it starts all clusters once more
 async def test_one_gateway_for_all_sends_kv_over_the_links_of_each_home(tmp_path: Path) -> None:
     plan, reader = smallest(tmp_path), RelayReader()
     async with (

@@ -6,7 +6,7 @@ import asyncio
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from prfaas.errors import InputError, PeerError, PeerHttpError
 from prfaas.http_client.client import HttpClient, open_client
 from prfaas.http_client.peer_url import parse_peer_url
 from prfaas.security.tls import load_identity
+from prfaas.supervision import one_line
 
 REQUEST_S = 30.0  # for one response of the gateway
 # Between two looks at the gateway's state. It is longer than the gateway's own polls of a node, so
@@ -40,11 +41,21 @@ class Drained:
     drained: bool
     nodes: int  # of the cluster that are alive
     requests_left: dict[str, int]  # by node, where there are any
+    copies_left: int  # prefixes that are being copied from the cluster to others
+    behind: list[str]  # gateways that are alive and do not follow the order yet, by their cluster
     waited_s: float
+    quiet: int = 0  # looks in a row at which nothing was left to wait for
+    problem: str = ""  # why the latest look failed; nothing above is known then
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing was left to wait for at this look."""
+        busy = self.drained and (self.requests_left or self.copies_left)
+        return not (busy or self.behind or self.problem)
 
     @property
     def finished(self) -> bool:
-        return not self.drained or not self.requests_left
+        return self.quiet >= QUIET_POLLS
 
 
 @click.command()
@@ -61,7 +72,7 @@ class Drained:
     "--wait/--no-wait",
     default=True,
     show_default=True,
-    help="Wait until no node of the cluster has a request.",
+    help="Wait until all gateways follow the order and no node of the cluster has a request.",
 )
 @click.option(
     "--timeout-s",
@@ -99,9 +110,10 @@ def drain(
 
     \b
     Exit codes:
-      0  the cluster has no request left (or, with --no-wait or --return, the order was accepted)
-      1  requests were left after --timeout-s
-      2  the gateway refused the order or did not answer
+      0  all gateways follow the order, and a drained cluster has no request and no prefix copy
+         left (with --no-wait: the order was accepted)
+      1  the order was accepted, and something was left after --timeout-s
+      2  the gateway refused the order or did not answer it
 
     \b
       prfaas drain north --gateway http://gw:8080 --operator-key-file operator.key
@@ -118,10 +130,10 @@ def drain(
         async with open_client(key, tls=None if tls is None else tls.client) as http:
             order = DrainClient(http, at, cluster, MonotonicClock())
             await order.send(drained=not back)
-            if back or not wait:
-                return await order.look(drained=not back)
+            if not wait:
+                return await order.look_or_explain(drained=not back)
             with _progress(as_json) as say:
-                return await order.wait(timeout_s, say)
+                return await order.wait(timeout_s, say, drained=not back)
 
     try:
         found = asyncio.run(run())
@@ -153,20 +165,41 @@ class DrainClient:
         at = f"{self._url}/prfaas/v1/state"
         state = await self._http.request_json("GET", at, dict[str, Any], timeout_s=REQUEST_S)
         nodes = nodes_of(state, self._cluster)
-        waited_s = round(self._clock.now() - self._started_s, 1)
-        return Drained(self._cluster, drained, len(nodes), requests_left(nodes), waited_s)
+        return Drained(
+            self._cluster,
+            drained,
+            len(nodes),
+            requests_left(nodes),
+            copies_from(state, self._cluster),
+            gateways_behind(state, self._cluster, drained=drained),
+            self._waited_s,
+        )
 
-    async def wait(self, timeout_s: float, say: Callable[[str], None]) -> Drained:
-        """Returns when the cluster has no request, or after `timeout_s`."""
+    async def look_or_explain(self, *, drained: bool) -> Drained:
+        """For after the order: the gateway has accepted it, also when it does not answer now."""
+        try:
+            return await self.look(drained=drained)
+        except PeerError as error:
+            problem = one_line(str(error))
+            return Drained(self._cluster, drained, 0, {}, 0, [], self._waited_s, problem=problem)
+
+    async def wait(
+        self, timeout_s: float, say: Callable[[str], None], *, drained: bool = True
+    ) -> Drained:
+        """Returns when nothing is left to wait for, or after `timeout_s`."""
         quiet = 0
         while True:
-            found = await self.look(drained=True)
+            found = await self.look_or_explain(drained=drained)
             say(in_words(found))
-            quiet = 0 if found.requests_left else quiet + 1
+            quiet = quiet + 1 if found.is_quiet else 0
             left_s = self._started_s + timeout_s - self._clock.now()
             if quiet >= QUIET_POLLS or left_s <= 0:
-                return found
+                return replace(found, quiet=quiet)
             await asyncio.sleep(min(POLL_S, left_s))
+
+    @property
+    def _waited_s(self) -> float:
+        return round(self._clock.now() - self._started_s, 1)
 
 
 def nodes_of(state: Mapping[str, Any], cluster: str) -> list[Mapping[str, Any]]:
@@ -193,13 +226,45 @@ def requests_left(nodes: list[Mapping[str, Any]]) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
 
 
+def copies_from(state: Mapping[str, Any], cluster: str) -> int:
+    """Prefixes that the gateway is copying from nodes of the cluster."""
+    nodes = {
+        node.get("node")
+        for entry in state.get("clusters", [])
+        if entry.get("cluster") == cluster
+        for node in entry.get("nodes", [])
+    }
+    under_way = state.get("moves", {}).get("under_way", [])
+    return sum(copy.get("from") in nodes for copy in under_way)
+
+
+def gateways_behind(state: Mapping[str, Any], cluster: str, *, drained: bool) -> list[str]:
+    """Gateways that are alive and do not follow the order yet, each by its cluster. One that is not
+    alive learns the order from the others when it returns."""
+    return [
+        str(entry.get("cluster"))
+        for entry in state.get("gateways", [])
+        if entry.get("alive") and (cluster in entry.get("drained", ())) != drained
+    ]
+
+
 def in_words(found: Drained) -> str:
-    if not found.drained:
-        return f"{found.cluster} is in use again, with {found.nodes} nodes"
-    if not found.requests_left:
-        return f"{found.cluster} is drained: none of its {found.nodes} nodes has a request"
-    left, nodes = sum(found.requests_left.values()), len(found.requests_left)
-    return f"{found.cluster} drains: {left} requests are left on {nodes} of {found.nodes} nodes"
+    if found.problem:
+        return f"the order was accepted, but the gateway does not answer now: {found.problem}"
+    done = f"{found.cluster} is in use again, with {found.nodes} nodes"
+    if found.drained:
+        done = f"{found.cluster} is drained: none of its {found.nodes} nodes has a request"
+    if found.is_quiet:
+        return done
+    left = []
+    if found.drained and found.requests_left:
+        requests, nodes = sum(found.requests_left.values()), len(found.requests_left)
+        left.append(f"{requests} requests are left on {nodes} of {found.nodes} nodes")
+    if found.drained and found.copies_left:
+        left.append(f"{found.copies_left} prefixes are being copied to other clusters")
+    if found.behind:
+        left.append(f"gateways that do not follow the order yet: {', '.join(found.behind)}")
+    return f"{found.cluster} {'drains' if found.drained else 'returns'}: {'; '.join(left)}"
 
 
 class _Line:

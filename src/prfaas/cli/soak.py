@@ -15,15 +15,14 @@ from prfaas.clock import MonotonicClock
 from prfaas.display.console import print_json
 from prfaas.faults.actors.situation import ACTORS, ActorName
 from prfaas.faults.catalogue import FAULTS
-from prfaas.faults.clusters.catalogue import CLUSTER_FAULTS
+from prfaas.faults.clusters.catalogue import CLUSTER_FAULTS, choose_faults
 from prfaas.faults.deployment import launched_fault_deployment
-from prfaas.faults.preparation import FaultEngine, prepare_fault_deployment
+from prfaas.faults.preparation import EMULATED_FILE, FaultEngine, prepare_fault_deployment
 from prfaas.faults.soak import Soak, SoakOptions, SoakReport, limit_tenants
 from prfaas.launch.attached_process import attached_prefix
 from prfaas.launch.children import ChildDied
 from prfaas.launch.preparation import CACHE
 
-CASE_STUDY = Path("configs/case_study.toml")
 _OPTIONS = SoakOptions()
 _FAULTS = [fault.name for fault in (*FAULTS, *CLUSTER_FAULTS)]
 
@@ -88,11 +87,10 @@ _FAULTS = [fault.name for fault in (*FAULTS, *CLUSTER_FAULTS)]
 @click.option(
     "--deployment",
     "file",
-    default=CASE_STUDY,
-    show_default=True,
     type=click.Path(path_type=Path),
     help="Deployment file whose clusters are served, scaled down. With --engine hf only the names "
-    "of several clusters and their links are taken from it.",
+    f"of several clusters and their links are taken from it.  [default: {EMULATED_FILE}, or with "
+    "--engine hf no file]",
 )
 @click.option(
     "--out", type=click.Path(path_type=Path), help="File to write the report to, besides stdout."
@@ -112,7 +110,7 @@ def soak(
     only: tuple[str, ...],
     kill_workers_s: float | None,
     seed: int,
-    file: Path,
+    file: Path | None,
     out: Path | None,
     logs: Path | None,
 ) -> None:
@@ -160,6 +158,7 @@ def soak(
         only=only,
     )
     ready, lengths = prepare_fault_deployment(engine, file, folder, CACHE, say)
+    choose_faults(only, len(ready.deployment.of_kind("pd")))  # raises before any process is started
 
     async def run() -> SoakReport:
         async with launched_fault_deployment(

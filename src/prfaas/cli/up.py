@@ -40,6 +40,7 @@ from prfaas.studies.simulation_cases import BASELINES
 
 REFRESH_S = 1.0  # between two updates of the table
 DEFAULT_PORT = 8080
+HIGHEST_PORT = 65_535
 VLLM_PYTHON = Path(".venv-vllm/bin/python")
 _SCALES = Scales()
 
@@ -161,7 +162,7 @@ def up(
     folder = logs or Path(tempfile.mkdtemp(prefix="prfaas-up-"))
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        ready = prepare(file, options, folder, screen.print)
+        ready = prepare(file, options, folder, screen.print, one_gateway=one_gateway)
     except InputError:
         with suppress(OSError):
             folder.rmdir()  # fails where the folder is not empty
@@ -178,7 +179,12 @@ def up(
 
 
 def prepare(
-    file: Path | None, options: LaunchOptions, folder: Path, say: Callable[[str], None]
+    file: Path | None,
+    options: LaunchOptions,
+    folder: Path,
+    say: Callable[[str], None],
+    *,
+    one_gateway: bool = False,
 ) -> LaunchPlan:
     if options.engine == "vllm" and (options.python is None or not options.python.is_file()):
         raise InputError(
@@ -186,10 +192,25 @@ def prepare(
             where="--vllm-python",
             fix="name an interpreter that has vLLM, or install one: make .venv-vllm/.ready",
         )
+    check_ports(options.port, 1)
     if file is not None:
-        return prepare_launch(load_deployment(file), file, options, folder)
+        deployment = load_deployment(file)
+        check_ports(options.port, 1 if one_gateway else len(deployment.of_kind("pd")))
+        return prepare_launch(deployment, file, options, folder)
     deployment, profile = tiny_deployment(CACHE, options, say)
     return prepare_launch(deployment, profile, options, folder)
+
+
+def check_ports(first: int, gateways: int) -> None:
+    """Whether so many gateways have ports from this one on; 0: free ones."""
+    highest = HIGHEST_PORT + 1 - gateways
+    if not 0 <= first <= highest:
+        several = f" with {gateways} gateways, which take consecutive ports" if gateways > 1 else ""
+        raise InputError(
+            f"{first} is out of range{several}",
+            where="--port",
+            fix=f"give a port from 1 to {highest}, or 0 for any free one",
+        )
 
 
 async def _serve(

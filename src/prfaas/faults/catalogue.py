@@ -47,7 +47,9 @@ class Fault:
     strike: Strike
     lasts_s: float = 0.0  # until the repair; a service manager restarts a killed process at once
     crawls: bool = False  # slow the WAN until the strike, so that the right state lasts
-    may: frozenset[Verdict] = frozenset()  # verdicts allowed for requests in flight, beside RIGHT
+    # Verdicts that requests in flight may get beside RIGHT, those whose own gateway or decode node
+    # is down meanwhile.
+    may: frozenset[Verdict] = frozenset()
     tokens: int = TOKENS  # of each answer in flight
 
 

@@ -1,7 +1,8 @@
 """Clients of a deployment with several gateways.
 
 A client goes to another gateway when its gateway cannot be reached or ends the connection before
-the first token. A client may also hang up. Every request gets a verdict.
+the first token. A client may also hang up. Every request gets a verdict, and a failure is excused
+only by what was down at the time of the attempt that failed.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from itertools import count
 
 from prfaas.faults.credentials import ORDINARY_TENANTS
 from prfaas.faults.deployment import FaultDeployment
+from prfaas.faults.downtimes import Downtimes, is_excused
 from prfaas.faults.questions import Question, Verdict, body, judge
 from prfaas.measure.client import TimedResponse
 
 ATTEMPTS = 4  # of a client whose connections end before the first token
-_UNREACHED = "cannot connect"  # the gateway is restarting and does not listen yet
+_UNREACHED = "cannot connect"  # the gateway does not listen: it is down, or restarting
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +27,10 @@ class ClientResult:
     id: str
     gateway: str  # of the last attempt
     verdict: Verdict
-    answer: TimedResponse
+    answer: TimedResponse  # to the last attempt
     asked_s: float  # when the client sent its first attempt
+    # Gateways that refused a connection although they were not down: no fault explains that.
+    unreached: tuple[str, ...] = ()
 
     @property
     def ttft_s(self) -> float | None:
@@ -36,7 +40,20 @@ class ClientResult:
 
     def __str__(self) -> str:
         seen = f"{len(self.answer.token_ids)} tokens, {self.answer.error or 'no error'}"
-        return f"{self.id} at {self.gateway}: {self.verdict} ({seen})"
+        refused = f", after {', '.join(self.unreached)} did not listen" if self.unreached else ""
+        return f"{self.id} at {self.gateway}: {self.verdict} ({seen}{refused})"
+
+
+def is_explained(asked: ClientResult, decode_node: str | None, down: Downtimes) -> bool:
+    """Whether the request may have ended so, given what was down during its last attempt, and
+    whether all its gateways listened unless they were down. `decode_node`: where its answer was
+    generated; None: not known."""
+    during = (asked.answer.sent_s, asked.answer.ended_s)
+    return not asked.unreached and is_excused(
+        asked.verdict,
+        gateway_was_down=down.include(asked.gateway, *during),
+        decode_node_was_down=decode_node is not None and down.include(decode_node, *during),
+    )
 
 
 class Clients:
@@ -57,16 +74,18 @@ class Clients:
     ) -> ClientResult:
         deployment, request_id = self._deployment, f"{self._name}-{next(self._numbers)}"
         asked_s = deployment.clock.now()
+        unreached = []
         for attempt in range(ATTEMPTS):
             number = (gateway + attempt) % len(deployment.gateways)
             target, name = deployment.targets_of[tenant][number], deployment.gateways[number]
-            sent_s = deployment.clock.now()
             sent = body(target.model, question, stream=stream, salt=salt)
             named = f"{request_id}.{attempt}"
             answer = await target.complete(sent, leaves_after_s, named)
-            died = deployment.downtimes.include(name, sent_s, deployment.clock.now())
+            died = deployment.downtimes.include(name, answer.sent_s, answer.ended_s)
             verdict = judge(question, answer, left=leaves_after_s is not None, gateway_died=died)
             lost = verdict is Verdict.LOST and not answer.token_ids
+            if answer.error == _UNREACHED and not died:
+                unreached.append(name)
             if not (lost or answer.error == _UNREACHED):
                 break
-        return ClientResult(named, name, verdict, answer, asked_s)
+        return ClientResult(named, name, verdict, answer, asked_s, tuple(unreached))

@@ -2,15 +2,19 @@
 
 A process needs some time to reach its size, because caches and stores fill. So the first third of
 its run time, and at least `WARM_S`, does not count. In the rest, the second half may not be larger
-than the first, unless another process of the same kind is steady at a size that this process has
-not exceeded. This hides no leak: a leak makes every process of its kind larger with time, so the
-one that has run longest exceeds all that are still steady.
+than the first, unless a comparable process is steady at a size that this process has not exceeded.
+Comparable are processes of the same kind: those of the same cluster, whatever their age, and those
+of other clusters that have run longer. Processes of one kind have different work: a gateway plans
+or follows, a kvd belongs to a node that prefills or decodes. So a leak of one of them is found only
+once it exceeds the steady ones that it is compared with. A leak in all processes of a kind is found
+earlier: the one that has run longest exceeds all that are still steady.
 
     start ── does not count ── max(WARM_S, 1/3) ── median ── middle ── median ── end
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -66,11 +70,16 @@ class Growth:
 def growing_processes(growth: Mapping[str, Growth]) -> list[str]:
     """Processes that have grown and may grow further."""
 
+    def is_comparable(its: str, other: Growth, name: str) -> bool:
+        if _kind(its) != _kind(name):
+            return False
+        return _cluster(its) == _cluster(name) or other.seconds > growth[name].seconds
+
     def may_reach(name: str) -> int:
         steady = [
             other.own_bytes[1]
             for its, other in growth.items()
-            if _kind(its) == _kind(name) and other.judged and other.flat
+            if is_comparable(its, other, name) and other.judged and other.flat
         ]
         return max(steady, default=0)
 
@@ -84,6 +93,12 @@ def _kind(name: str) -> str:
     node's name."""
     first = name.partition("-")[0]
     return first if first in ("kvd", "worker", "gateway", "wan") else "node"
+
+
+def _cluster(name: str) -> str:
+    """The name without its numbers, for processes of one kind: kvd-east-0 and kvd-east-1 belong to
+    one cluster, and so do worker-east-0-0 and worker-east-1-0."""
+    return re.sub(r"(-\d+)+$", "", name)
 
 
 def _growth(run: Sequence[tuple[float, ResourceUsage]]) -> Growth:

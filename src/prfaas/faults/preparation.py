@@ -26,6 +26,7 @@ from prfaas.launch.preparation import (
 )
 
 FaultEngine: TypeAlias = Literal["hf", "emulated"]
+EMULATED_FILE = Path("configs/case_study.toml")  # whose clusters are emulated if none is named
 # A prompt of 100,000 tokens takes an emulated node about a second and has 3 MB of KV.
 SCALES = Scales(time=0.1, bytes=0.002, output=0.02)
 EMULATED = Lengths(short=1_000, long=100_000)
@@ -37,20 +38,27 @@ WORKERS = 1  # of each kvd: faults strike workers, too, and there are few cores
 
 
 def prepare_fault_deployment(
-    engine: FaultEngine, file: Path, folder: Path, cache: Path, say: Callable[[str], None]
+    engine: FaultEngine, file: Path | None, folder: Path, cache: Path, say: Callable[[str], None]
 ) -> tuple[LaunchPlan, Lengths]:
-    """`file`: deployment whose clusters are made small. Real engines have the tiny model that the
-    folder `cache` keeps, and of the file only the names of several clusters and their links."""
+    """`file`: deployment whose clusters are made small; None: `EMULATED_FILE`, which only emulated
+    engines need. Real engines have the tiny model that the folder `cache` keeps, and of the file
+    only the names of several clusters and their links."""
     options = LaunchOptions(
         engine, SCALES if engine == "emulated" else Scales(), device=TINY_DEVICE
     )
-    given = load_deployment(file)
-    several = len(given.of_kind("pd")) > 1
     if engine == "emulated":
-        deployment, lengths = small_clusters(given) if several else _one_and_three(given), EMULATED
+        file = file or EMULATED_FILE
+        given = load_deployment(file)
+        deployment = small_clusters(given) if _has_several(given) else _one_and_three(given)
+        lengths = EMULATED
     else:
+        names = None if file is None else load_deployment(file)
         tiny, file = tiny_deployment(cache, options, say)
-        deployment, lengths = tiny_clusters(given, tiny) if several else _one_and_three(tiny), HF
+        if names is not None and _has_several(names):
+            deployment = tiny_clusters(names, tiny)
+        else:
+            deployment = _one_and_three(tiny)
+        lengths = HF
     ready = prepare_launch(_with_threshold(deployment, lengths), file, options, folder)
     engines = replace(
         ready.engines,
@@ -59,6 +67,10 @@ def prepare_fault_deployment(
         options=[*ready.engines.options, "--set", f"kvd.workers={WORKERS}"],
     )
     return LaunchPlan(ready.deployment, engines), lengths
+
+
+def _has_several(deployment: Deployment) -> bool:
+    return len(deployment.of_kind("pd")) > 1
 
 
 def _one_and_three(deployment: Deployment) -> Deployment:

@@ -27,11 +27,10 @@ from prfaas.errors import PeerError
 from prfaas.faults.actors.situation import ActorName, ActorsReport
 from prfaas.faults.actors_process import ActorsProcess, running_actors
 from prfaas.faults.catalogue import Fault, Part, strike_when_possible
-from prfaas.faults.clients import ClientResult, Clients
-from prfaas.faults.clusters.catalogue import faults_of
+from prfaas.faults.clients import ClientResult, Clients, is_explained
+from prfaas.faults.clusters.catalogue import choose_faults, draw_from, is_cluster_wide
 from prfaas.faults.credentials import ORDINARY_TENANTS
 from prfaas.faults.deployment import FaultDeployment
-from prfaas.faults.downtimes import is_excused
 from prfaas.faults.episode import Lengths
 from prfaas.faults.growth import Growth, Sample, growing_processes
 from prfaas.faults.questions import Question, Verdict, learn_answer, prompt
@@ -39,6 +38,7 @@ from prfaas.faults.resource_usage import ResourceUsage, measure_usage, wait_unti
 from prfaas.faults.worker_processes import name_workers, send_signal
 from prfaas.launch.attached_process import attached_prefix
 from prfaas.launch.children import ChildDied
+from prfaas.launch.request_outcomes import RequestOutcome
 from prfaas.measure.client import Target
 
 TURNS = 3
@@ -52,6 +52,7 @@ REST_S = 60.0  # idle connections close within this; clients close theirs after 
 TOKENS_PER_MINUTE = 900_000
 MOST_CPU_SHARE = 0.3  # of a core for the hostile actors, whose limit is 0.25
 _UNHARMED = frozenset({str(Verdict.RIGHT), str(Verdict.LEFT)})
+CLUSTER_FAULT_S = 60.0  # a shorter soak may end before a cluster-wide fault has struck
 REST_SOCKETS = 8  # allowed excess at rest over the start: polls open a few at any moment
 
 
@@ -134,8 +135,10 @@ class SoakReport:
     ttft: Ttft | None = None
     actors: ActorsReport | None = None  # of a soak with hostile actors
     killed_workers: int | None = None  # of a soak that kills workers beside the faults
-    # Failed requests whose gateway and decode node were not down meanwhile.
+    # Failed requests whose gateway and decode node were not down meanwhile, and requests whose
+    # gateway did not listen although it was not down.
     unexcused: list[str] = field(default_factory=list)
+    with_cluster_faults: bool = False  # cluster-wide faults were among those that could strike
 
     @property
     def ok(self) -> bool:
@@ -155,6 +158,9 @@ class SoakReport:
                 name for name, (then, now) in self.sockets.items() if now - then > REST_SOCKETS
             ],
             "no fault has struck": self.with_faults and not self.faults,
+            "no cluster-wide fault has struck": self.with_cluster_faults
+            and self.seconds >= CLUSTER_FAULT_S
+            and not any(map(is_cluster_wide, self.faults)),
             "no worker was killed": self.killed_workers == 0,
             # Without faults, nothing excuses a request that was not answered.
             "requests are lost": not self.with_faults and self.verdicts.keys() - _UNHARMED,
@@ -188,11 +194,7 @@ class Soak:
         self._counts = SoakCounts()
         self._mending: Counter[Part] = Counter()
         self._samples: list[Sample] = []
-        self._drawn = [
-            fault
-            for fault in faults_of(deployment)
-            if not options.only or fault.name in options.only
-        ]
+        self._drawn = choose_faults(options.only, len(deployment.layout.homes))
 
     async def run(self) -> SoakReport:
         options, deployment = self._options, self._deployment
@@ -259,6 +261,7 @@ class Soak:
             seen,
             None if options.kill_workers_s is None else counts.killed_workers,
             counts.unexcused,
+            options.faults and any(is_cluster_wide(fault.name) for fault in self._drawn),
         )
 
     async def _seen(self, actors: ActorsProcess | None) -> ActorsReport | None:
@@ -336,23 +339,26 @@ class Soak:
             counts.errors[asked.answer.error] += 1
         if asked.verdict is Verdict.WRONG:
             counts.wrong.append(str(asked))
+        outcome = await self._outcome(asked)
+        decode_node = None if outcome is None else outcome.decode
+        if not is_explained(asked, decode_node, self._deployment.downtimes):
+            counts.unexcused.append(f"{asked}; the gateway logged {outcome}")
+
+    async def _outcome(self, asked: ClientResult) -> RequestOutcome | None:
+        """What the gateway has logged about the request."""
         if asked.verdict in (Verdict.LEFT, Verdict.LOST):
-            return  # its gateway may not have received it, or was killed before it logged
-        down, outcome = self._deployment.downtimes, None
+            return None  # its gateway may not have received it, or was killed before it logged
+        deployment, counts = self._deployment, self._counts
         try:
             async with asyncio.timeout(STORY_S):
-                outcome = await self._deployment.outcomes.of(asked.id)
-                counts.routes[outcome.route] += 1
+                outcome = await deployment.outcomes.of(asked.id)
         except TimeoutError:
-            if not down.include(asked.gateway, asked.asked_s, self._deployment.clock.now()):
+            until_s = deployment.clock.now()
+            if not deployment.downtimes.include(asked.gateway, asked.answer.sent_s, until_s):
                 counts.untold.append(str(asked))
-        during = (asked.asked_s, asked.answer.ended_s)
-        if not is_excused(
-            asked.verdict,
-            gateway_was_down=down.include(asked.gateway, *during),
-            decode_node_was_down=outcome is not None and down.include(outcome.decode, *during),
-        ):
-            counts.unexcused.append(f"{asked}; the gateway logged {outcome}")
+            return None
+        counts.routes[outcome.route] += 1
+        return outcome
 
     # Faults ---------------------------------------------------------------------------------------
 
@@ -367,7 +373,7 @@ class Soak:
                 # A part that is being repaired is spared, so that requests always have a way.
                 possible = [fault for fault in self._drawn if not self._mending[fault.part]]
                 if possible:
-                    fault = self._fault_draw.choice(possible)
+                    fault = self._fault_draw.choice(draw_from(possible, self._counts.struck))
                     self._mending[fault.part] += 1
                     group.create_task(self._strike(fault))
 

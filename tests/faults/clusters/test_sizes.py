@@ -6,6 +6,8 @@ import pytest
 
 from prfaas.config import load_deployment
 from prfaas.config.deployment import SLO, Cluster, Deployment, Lognormal, ModelSection
+from prfaas.errors import InputError
+from prfaas.faults import preparation
 from prfaas.faults.clusters.sizes import FASTEST_GBPS, small_clusters, tiny_clusters
 from prfaas.faults.preparation import EMULATED, prepare_fault_deployment
 from prfaas.studies.network_plans import NetworkStudy
@@ -42,6 +44,28 @@ def test_real_engines_have_the_tiny_model_on_the_same_clusters() -> None:
     rates = {(link.source, link.target): link.gbps for link in made.links}
     assert rates["north", "east"] == FASTEST_GBPS
     assert rates["south", "east"] == pytest.approx(FASTEST_GBPS * 5 / 100)
+
+
+def test_real_engines_need_no_deployment_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder without configs/, only emulated engines miss a file."""
+    monkeypatch.chdir(tmp_path)
+    made: list[Path] = []
+
+    def tiny(cache: Path, *_: object) -> tuple[Deployment, Path]:
+        made.append(cache)
+        raise InputError("the tiny model is made next")
+
+    monkeypatch.setattr(preparation, "tiny_deployment", tiny)
+    with pytest.raises(InputError, match="tiny model"):
+        prepare_fault_deployment("hf", None, tmp_path, tmp_path, print)
+    assert made == [tmp_path]
+    with pytest.raises(InputError, match=r"missing\.toml: no such file"):
+        prepare_fault_deployment("hf", Path("missing.toml"), tmp_path, tmp_path, print)
+    with pytest.raises(InputError, match=r"case_study\.toml: no such file"):
+        prepare_fault_deployment("emulated", None, tmp_path, tmp_path, print)
+    assert made == [tmp_path]
 
 
 def test_the_prepared_deployment_can_be_planned(tmp_path: Path) -> None:

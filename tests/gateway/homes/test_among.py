@@ -15,7 +15,8 @@ from prfaas.gateway.homes.traffic import HomeTraffic
 from prfaas.gateway.peers.among import AmongGateways
 from prfaas.gateway.peers.peers import PeerGateways
 from prfaas.gateway.peers.plan_codec import encode_plans
-from prfaas.gateway.planning.election import RENEW_S, Election
+from prfaas.gateway.planning.candidacy import RENEW_S
+from prfaas.gateway.planning.election import Election
 from prfaas.kvd.planning_lease import decide, first_promise
 from prfaas.scheduler.homes.plans import home_name
 from prfaas.scheduler.plan import Plan

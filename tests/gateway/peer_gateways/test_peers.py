@@ -98,6 +98,16 @@ async def test_a_killed_gateway_counts_no_more_until_it_is_started_again(
             assert f"the gateway of west at {west.url} answers" in caplog.text
 
 
+async def test_the_state_shows_which_clusters_each_gateway_has_drained() -> None:
+    async with gateways("west") as (west,), polling([west.entry]) as peers:
+        west.backend.drains.set(NORTH, True)
+        west.backend.drains.set(WEST, False)
+        await until(lambda: peers.statuses()[0].drained == {"north"})
+        assert msgspec.to_builtins(peers.statuses()[0])["drained"] == ["north"]
+        west.backend.drains.set(NORTH, False)
+        await until(lambda: peers.statuses()[0].drained == frozenset())
+
+
 async def test_a_gateway_that_starts_later_is_found() -> None:
     async with gateways("west") as (west,):
         await west.kill()

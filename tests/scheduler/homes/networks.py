@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from prfaas.config.deployment import SchedulerSection
 from prfaas.planner.network.problem import Home, NetworkProblem
-from prfaas.planner.problem import Path, Problem, Remote
+from prfaas.planner.problem import Path, Pool, Problem, Remote
 from prfaas.scheduler.board import Board
 from prfaas.scheduler.costs import build_costs
 from prfaas.scheduler.homes.elsewhere import HomeContext
 from prfaas.scheduler.homes.plans import first_plans, home_name
+from prfaas.scheduler.plan import with_instances
 from prfaas.scheduler.state import ShortTermState
 from prfaas.scheduler.view import LinkView
 from prfaas.types import ClusterId, NodeId
@@ -35,6 +37,19 @@ NETWORK = NetworkProblem(
     )
 )
 NODES = {name: [NodeId(f"{name}-{k}") for k in range(4)] for name in (EAST, WEST)}
+
+
+def network_with(network: NetworkProblem, instances: Mapping[ClusterId, int]) -> NetworkProblem:
+    """The network with these live instances. A cluster that is not named keeps its instances."""
+
+    def live(problem: Problem) -> Problem:
+        def count(pool: Pool) -> int:
+            return instances.get(ClusterId(pool.cluster), pool.instances)
+
+        remotes = [count(remote.pool) for remote in problem.remotes]
+        return with_instances(problem, remotes, count(problem.local.pool))
+
+    return network.with_homes(live)
 
 
 def board() -> Board:

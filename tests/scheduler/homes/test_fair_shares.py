@@ -13,7 +13,6 @@ from prfaas.scheduler.homes.fair_shares import (
     LEAST_WEIGHT,
     SharedCluster,
     ShareUses,
-    is_ahead,
     planned_work,
     share_hold,
     weights_by_cluster,
@@ -55,8 +54,8 @@ def test_uses_add_up_and_decay() -> None:
     assert uses.used_s(NORTH, EAST, 15.0) == pytest.approx(3 * math.exp(-1.5) + math.exp(-1))
     assert uses.of_homes(NORTH, 15.0)[WEST] == pytest.approx(2 * math.exp(-1))
     assert uses.used_s(SOUTH, EAST, 15.0) == 0.0
-    uses.replace(NORTH, WEST, 7.0, 15.0)
-    assert uses.used_s(NORTH, WEST, 14.0) == 7.0, "an earlier time does not raise a use"
+    used_s = uses.used_s(NORTH, WEST, 15.0)
+    assert uses.used_s(NORTH, WEST, 14.0) == used_s, "an earlier time does not raise a use"
 
 
 @given(
@@ -64,14 +63,20 @@ def test_uses_add_up_and_decay() -> None:
     st.floats(0.0, 5.0),
 )
 def test_two_homes_are_not_both_ahead(
-    dispatched: list[tuple[ClusterId, float]], margin_s: float
+    dispatched: list[tuple[ClusterId, float]], stated_s: float
 ) -> None:
+    """A free node that both want goes to one of them."""
     uses = ShareUses()
-    for number, (home, stated_s) in enumerate(dispatched):
-        uses.record(NORTH, home, stated_s, float(number))
+    for number, (home, used) in enumerate(dispatched):
+        uses.record(NORTH, home, used, float(number))
     used_s, weights = uses.of_homes(NORTH, 40.0), {EAST: 3.0, WEST: 1.0}
-    both = [is_ahead(home, used_s, weights, weights, margin_s) for home in weights]
-    assert not all(both)
+    node = NodeView(NODE, "prefill", True, 40.0, 0, 0, 0, 0.0)
+    shared = SharedCluster(NORTH, weights, used_s, wanting=list(weights))
+    both = [
+        share_hold(ROUTE, REQUEST, home, shared, node, 40.0, stated_s=stated_s, queue_s=0.5)
+        for home in weights
+    ]
+    assert None in both
 
 
 def held(

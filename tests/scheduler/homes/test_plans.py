@@ -13,7 +13,6 @@ from prfaas.scheduler.homes.plans import (
     as_network,
     first_plans,
     home_name,
-    network_with,
     planned_rps,
     plans_for_nodes,
     solve_network,
@@ -22,7 +21,16 @@ from prfaas.scheduler.homes.plans import (
 from prfaas.scheduler.plan import Plan, Role, find_optimum, first_plan, plan_for_nodes
 from prfaas.types import ClusterId, NodeId
 from tests.planner.builders import problem
-from tests.scheduler.homes.networks import EAST, NETWORK, NODES, NORTH, PLANS, SOUTH, WEST
+from tests.scheduler.homes.networks import (
+    EAST,
+    NETWORK,
+    NODES,
+    NORTH,
+    PLANS,
+    SOUTH,
+    WEST,
+    network_with,
+)
 
 RULES = ReplanSection()
 

@@ -8,14 +8,14 @@ import pytest
 
 from prfaas.config.deployment import ReplanSection
 from prfaas.planner.network.problem import Home, NetworkProblem
-from prfaas.scheduler.homes.plans import network_with, solve_network, with_splits
+from prfaas.scheduler.homes.plans import solve_network, with_splits
 from prfaas.scheduler.long_term.replan import replan
 from prfaas.scheduler.long_term.replan_homes import replan_homes
 from prfaas.scheduler.long_term.traffic import TrafficHistory, TrafficWindow
 from prfaas.scheduler.plan import first_plan
 from prfaas.types import ClusterId
 from tests.planner.builders import problem
-from tests.scheduler.homes.networks import EAST, NETWORK, NODES, PLANS, SOUTH, WEST
+from tests.scheduler.homes.networks import EAST, NETWORK, NODES, PLANS, SOUTH, WEST, network_with
 
 RULES = ReplanSection()
 

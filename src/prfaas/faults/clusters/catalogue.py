@@ -8,12 +8,12 @@ matters where one of them is elected.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 
 from prfaas.contracts.gateway_api import DRAIN_PATH
-from prfaas.errors import PeerError
+from prfaas.errors import InputError, PeerError
 from prfaas.faults.catalogue import (
     FAULTS,
     STREAMED_TOKENS,
@@ -216,8 +216,36 @@ CLUSTER_FAULTS = (
 _NAMED_THERE = "gateway-killed"  # two faults here say which gateway
 
 
-def faults_of(deployment: FaultDeployment) -> Sequence[Fault]:
-    """The faults that can strike this deployment."""
-    if len(deployment.layout.homes) == 1:
+def faults_of(pd_clusters: int) -> Sequence[Fault]:
+    """The faults that can strike a deployment with so many PD clusters."""
+    if pd_clusters == 1:
         return FAULTS
     return [*(fault for fault in FAULTS if fault.name != _NAMED_THERE), *CLUSTER_FAULTS]
+
+
+def choose_faults(only: Collection[str], pd_clusters: int) -> list[Fault]:
+    """The faults of these names; all that the deployment can have where no name is given. Raises
+    `InputError` for a name of another fault."""
+    possible = faults_of(pd_clusters)
+    names = [fault.name for fault in possible]
+    for name in only:
+        if name not in names:
+            raise InputError(
+                f"{name} cannot strike a deployment with "
+                f"{'one pd cluster' if pd_clusters == 1 else 'several pd clusters'}",
+                where="--fault",
+                fix=f"name some of these: {', '.join(names)}",
+            )
+    return [fault for fault in possible if not only or fault.name in only]
+
+
+def is_cluster_wide(fault: str) -> bool:
+    return any(fault == one.name for one in CLUSTER_FAULTS)
+
+
+def draw_from(possible: Sequence[Fault], struck: Collection[str]) -> Sequence[Fault]:
+    """The faults of which the next one is drawn: before any cluster-wide fault has struck, only
+    those, so that also a short soak has one."""
+    if any(map(is_cluster_wide, struck)):
+        return possible
+    return [fault for fault in possible if is_cluster_wide(fault.name)] or possible

@@ -23,7 +23,8 @@ from prfaas.gateway.peers.among import AmongGateways
 from prfaas.gateway.peers.drains import Drains
 from prfaas.gateway.peers.peers import POLL_S, PeerGateways, PeerRules
 from prfaas.gateway.peers.traffic_rows import TrafficRows
-from prfaas.gateway.planning.election import RENEW_S, Election
+from prfaas.gateway.planning.candidacy import RENEW_S
+from prfaas.gateway.planning.election import Election
 from prfaas.gateway.router import Router
 from prfaas.http_client.client import HttpClient
 from prfaas.lateness import LateSince
@@ -130,15 +131,17 @@ class Federation:
         """The gateways, for operators."""
         statuses = self.peers.statuses()
         planner = next((status.cluster for status in statuses if status.plans), None)
+        own = {
+            "cluster": self.own,
+            "here": True,
+            "alive": True,
+            "plans": coordination.plans,
+            "followed": coordination.followed,
+            "drained": sorted(self._fleet.drained),
+        }
         return {
             "gateways": [
-                {
-                    "cluster": self.own,
-                    "here": True,
-                    "alive": True,
-                    "plans": coordination.plans,
-                    "followed": coordination.followed,
-                },
+                own,
                 *({"here": False, **msgspec.to_builtins(status)} for status in statuses),
             ],
             "planner": {

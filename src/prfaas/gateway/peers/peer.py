@@ -31,6 +31,7 @@ class PeerStatus:
     instance: str  # of its process; empty before its first report
     followed: tuple[int, int] | None  # epoch and number of the plan that it follows
     draining: frozenset[str]  # nodes that get no new requests of it
+    drained: frozenset[str]  # clusters that it has out of use, by an operator's order
     problem: str  # why the latest poll failed; empty after a success
 
 
@@ -102,6 +103,7 @@ class Peer:
     def status(self, now_s: float) -> PeerStatus:
         alive, report = self.is_alive(now_s), self.report
         plan = None if report is None else report.plan
+        orders = {} if report is None else report.drains
         return PeerStatus(
             cluster=self.cluster,
             url=self.url,
@@ -110,5 +112,6 @@ class Peer:
             instance="" if report is None else report.instance,
             followed=None if plan is None else (plan.epoch, plan.number),
             draining=frozenset() if report is None else frozenset(report.draining),
+            drained=frozenset(name for name, order in orders.items() if order.drained),
             problem=self._problem,
         )

@@ -66,7 +66,6 @@ class TrafficFollower:
 
     def __init__(self, history: TrafficHistory, started_s: float) -> None:
         self.history = history
-        self.lost = 0  # rows that were not kept until they were asked for
         self._started_s = started_s
         self._instance = ""
         self._last = 0  # number of the newest row that was received
@@ -83,11 +82,8 @@ class TrafficFollower:
             self._instance, self._last = report.instance, 0
             if after:  # the rows that it sent begin too late for a process that is new here
                 return
-        skipped = self._last + 1 - report.first_row
-        if skipped < 0:
-            self.lost += -skipped
-        new = report.rows[max(skipped, 0) :]
-        self._record(new, now_s)
+        known = max(self._last + 1 - report.first_row, 0)  # rows that were received before
+        self._record(report.rows[known:], now_s)
         self._last = max(self._last, report.first_row + len(report.rows) - 1)
 
     def _record(self, rows: Sequence[TrafficRow], now_s: float) -> None:

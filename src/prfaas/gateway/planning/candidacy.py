@@ -71,17 +71,6 @@ class Candidacy:
     def plans(self, now_s: float) -> bool:
         return self._won and has_majority(self._held(now_s), self._urls)
 
-    def holder(self, now_s: float) -> str:
-        """The instance of the gateway that plans, as far as this gateway has heard; or empty."""
-        if self.plans(now_s):
-            return self.instance
-        others = [
-            heard
-            for heard in self._heard.values()
-            if heard.until_s > now_s and heard.gateway != self.instance
-        ]
-        return max(others, key=lambda heard: heard.epoch).gateway if others else ""
-
     def begin_round(self, now_s: float, urls: Collection[str], seen_epoch: int) -> ClaimPlanning:
         """The claim that all kvds are sent. `seen_epoch` is the highest that this gateway has heard
         of from others than kvds."""

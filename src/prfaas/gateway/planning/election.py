@@ -11,9 +11,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from prfaas.clock import Clock
 from prfaas.contracts.kvd_api import ClaimPlanning, PlanningLease
 from prfaas.errors import PeerError
-from prfaas.gateway.planning.candidacy import RENEW_S, Candidacy, has_majority
+from prfaas.gateway.planning.candidacy import RENEW_S, Candidacy
 
-__all__ = ["CLAIM_S", "RENEW_S", "Election", "has_majority"]
 log = logging.getLogger(__name__)
 CLAIM_S = 1.0  # in which a kvd answers a claim
 
@@ -49,11 +48,6 @@ class Election:
     def highest_epoch(self) -> int:
         """That this gateway has heard of, also from gateways that did not get to plan."""
         return self._candidacy.highest_epoch
-
-    @property
-    def holder(self) -> str:
-        """The instance of the gateway that plans, as last heard; empty when none is known."""
-        return self._candidacy.holder(self._clock.now())
 
     async def step(self) -> None:
         """One round. Comes every RENEW_S."""

@@ -98,10 +98,6 @@ class ShareUses:
         used = self._at(cluster, now_s)
         used[home] = used.get(home, 0.0) + stated_s
 
-    def replace(self, cluster: ClusterId, home: ClusterId, used_s: float, now_s: float) -> None:
-        """What another router says about its own dispatches. It replaces what it said before."""
-        self._at(cluster, now_s)[home] = used_s
-
     def used_s(self, cluster: ClusterId, home: ClusterId, now_s: float) -> float:
         return self._at(cluster, now_s).get(home, 0.0)
 
@@ -124,18 +120,6 @@ class ShareUses:
 # Decisions ---------------------------------------------------------------------------------------
 
 
-def is_ahead(
-    home: ClusterId,
-    used_s: Mapping[ClusterId, float],
-    weights: Mapping[ClusterId, float],
-    others: Collection[ClusterId],
-    margin_s: float = 0.0,
-) -> bool:
-    """Whether one of the `others` has had less of its share than this home. `margin_s`: prefill
-    seconds that the home may have had more."""
-    return _behind(home, used_s, weights, others, margin_s) is not None
-
-
 def _behind(
     home: ClusterId,
     used_s: Mapping[ClusterId, float],
@@ -143,6 +127,8 @@ def _behind(
     others: Collection[ClusterId],
     margin_s: float,
 ) -> ClusterId | None:
+    """One of the `others` that has had less of its share than this home. `margin_s`: prefill
+    seconds that the home may have had more."""
     had = (used_s.get(home, 0.0) - margin_s) / weights[home]
     for other in others:
         if other != home and used_s.get(other, 0.0) / weights[other] < had:

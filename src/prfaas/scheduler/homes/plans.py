@@ -14,7 +14,7 @@ from prfaas.errors import InputError
 from prfaas.planner.network.plan import NetworkPlan
 from prfaas.planner.network.problem import Home, NetworkProblem
 from prfaas.planner.network.solve import NetworkPlanner
-from prfaas.planner.problem import Pool, Problem
+from prfaas.planner.problem import Problem
 from prfaas.scheduler.plan import (
     Plan,
     Role,
@@ -22,7 +22,6 @@ from prfaas.scheduler.plan import (
     first_plan,
     hardware_for,
     plan_for_nodes,
-    with_instances,
 )
 from prfaas.types import ClusterId, NodeId
 
@@ -108,19 +107,6 @@ def _with_live_homes(network: NetworkProblem) -> NetworkProblem:
     return NetworkProblem(
         tuple(replace(home, share=share) for home, share in zip(live, shares, strict=True))
     )
-
-
-def network_with(network: NetworkProblem, instances: Mapping[ClusterId, int]) -> NetworkProblem:
-    """The network with these live instances. A cluster that is not named keeps its instances."""
-
-    def live(problem: Problem) -> Problem:
-        def count(pool: Pool) -> int:
-            return instances.get(ClusterId(pool.cluster), pool.instances)
-
-        remotes = [count(remote.pool) for remote in problem.remotes]
-        return with_instances(problem, remotes, count(problem.local.pool))
-
-    return network.with_homes(live)
 
 
 def plan_of_home(
