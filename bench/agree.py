@@ -82,10 +82,13 @@ class Usual(NamedTuple):
 
     requests: int
     time: float
+    bytes: float
 
 
-# At this speed the processes of two_by_two use about half of the time of two cores.
-DEFAULTS = {"case_study": Usual(450, 1.0), "two_by_two": Usual(600, 2.5)}
+# At this speed the processes of two_by_two use about half of the time of two cores. With fewer
+# bytes, the buffers of sockets and relays, which are not scaled, would hold the KV of many seconds
+# of its slowest link.
+DEFAULTS = {"case_study": Usual(450, 1.0, 1 / 128), "two_by_two": Usual(600, 2.5, 1 / 32)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +279,11 @@ def show(rows: list[Row], scales: Scales, screen: Console) -> None:
 @click.option(
     "--time-scale", type=float, help="Factor on all times.  [default: 1; two_by_two: 2.5]"
 )
-@click.option("--byte-scale", default=1 / 128, show_default=True, help="Factor on KV bytes.")
+@click.option(
+    "--byte-scale",
+    type=float,
+    help="Factor on KV bytes.  [default: 0.0078125; two_by_two: 0.03125]",
+)
 @click.option(
     "--output-scale", default=1 / 32, show_default=True, help="Factor on the tokens per answer."
 )
@@ -299,7 +306,7 @@ def main(
     case: str,
     requests: int | None,
     time_scale: float | None,
-    byte_scale: float,
+    byte_scale: float | None,
     output_scale: float,
     policy: str,
     one_gateway: bool,
@@ -311,7 +318,9 @@ def main(
     requests = usual.requests if requests is None else requests
     if requests < 10:
         raise InputError("too few requests to measure", where="--requests", fix="give more")
-    scales = Scales(usual.time if time_scale is None else time_scale, byte_scale, output_scale)
+    time_scale = usual.time if time_scale is None else time_scale
+    byte_scale = usual.bytes if byte_scale is None else byte_scale
+    scales = Scales(time_scale, byte_scale, output_scale)
     with tempfile.TemporaryDirectory(prefix="prfaas-agree-") as name:
         folder = logs or Path(name)
         folder.mkdir(parents=True, exist_ok=True)
