@@ -71,7 +71,9 @@ def descendants(folder: Path) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "how", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
+)
 def test_serves_until_stopped_and_leaves_nothing(
     up: Process, tmp_path: Path, how: signal.Signals
 ) -> None:

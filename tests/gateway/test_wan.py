@@ -68,7 +68,7 @@ async def test_a_cut_wan_costs_time_and_nothing_else(emulated: Hosts, relays: li
     await asyncio.to_thread(emulated.wait_until_idle)
 
 
-@pytest.mark.parametrize("policy", ["paper", "adaptive"])
+@pytest.mark.parametrize("policy", ["paper", pytest.param("adaptive", marks=pytest.mark.slow)])
 async def test_a_slow_wan_is_left_alone_until_it_recovers(
     unassigned: Hosts, relays: list[Relay], policy: str
 ) -> None:

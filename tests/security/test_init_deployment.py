@@ -57,6 +57,7 @@ def local_answer(deployment: RunningDeployment, name: str) -> list[int]:
     return tokens
 
 
+@pytest.mark.slow  # a whole deployment with TLS, and one more host
 def test_the_printed_commands_serve_and_nothing_else_is_open(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
