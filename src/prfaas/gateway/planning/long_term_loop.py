@@ -195,7 +195,8 @@ class LongTermLoop:
         plans = {home: plan for home, plan in self._router.plans.items() if home in live.homes}
         before, self._planned_for = self._planned_for, live
         changed = live != before
-        newcomers = any(
+        # Only after a change: where no plan exists for these nodes, none exists in the next step.
+        newcomers = changed and any(
             home not in plans or any(node not in plans[home].roles for node in live.roles[home])
             for home in live.homes
         )
