@@ -48,7 +48,9 @@ def test_clients_that_hang_up_leave_nothing_behind(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_cut_wan_under_load_does_not_stampede_home(emulated_setup: FaultSetup) -> None:
-    """As many are tried again as the budget has; the others get a clear refusal."""
+    """As many are tried again as the budget has; the others get a clear refusal. How many were
+    under way over the WAN when it was found cut, and how much of the budget earlier faults have
+    used, is not the same in every run."""
     deployment = emulated_setup.deployment
 
     async def main() -> None:
@@ -68,7 +70,7 @@ def test_a_cut_wan_under_load_does_not_stampede_home(emulated_setup: FaultSetup)
             deployment.links.order("restore")
         after = (await deployment.state())["retries"]
         verdicts = [one.verdict for one in asked]
-        assert set(verdicts) == {Verdict.RIGHT, Verdict.REFUSED}, [str(one) for one in asked]
+        assert set(verdicts) <= {Verdict.RIGHT, Verdict.REFUSED}, [str(one) for one in asked]
         spent = after["spent"] - before["spent"]
         assert 0 < spent <= before["left"] + RetryBudget().per_request * MANY
         assert after["denied"] - before["denied"] == verdicts.count(Verdict.REFUSED)
