@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from prfaas.errors import InputError, TransferFailed
 from prfaas.lateness import never_late
+from prfaas.transport.delivery import IN_FLIGHT_S, LEAST_IN_FLIGHT_BYTES
 from prfaas.transport.link import FrameSize, LinkOptions
 from prfaas.transport.messages import Ended, Manifest, ManifestSegment
 from prfaas.transport.sender import (
@@ -116,6 +117,70 @@ def test_the_in_flight_budget_holds_frames_back() -> None:
     take_frame(sender)
     assert isinstance(sender.take(0.0, QUANTUM), NoWork)
     assert backlog(sender, 0.0).in_flight_bytes == 2 * QUANTUM
+
+
+class SlowPath:
+    """Acknowledges frames in the order in which they were sent, at a rate."""
+
+    def __init__(self, sender: SenderTransfers, frame_bytes: int) -> None:
+        self.sender = sender
+        self.frame_bytes = frame_bytes
+        self.now = 0.0
+        self.frames: list[SendFrame] = []
+        self.arrived_bytes = 0
+        self._credit = 0.0
+
+    def run(self, seconds: float, bytes_per_s: float) -> None:
+        for _ in range(round(seconds / 0.05)):
+            while isinstance(work := self.sender.take(self.now, self.frame_bytes), SendFrame):
+                self.sender.release(work.transfer)
+                self.frames.append(work)
+            self.now += 0.05
+            self._credit += bytes_per_s * 0.05
+            while self.frames and self._credit >= self.frames[0].frame.nbytes:
+                first = self.frames.pop(0)
+                self._credit -= first.frame.nbytes
+                self.arrived_bytes += first.frame.nbytes
+                self.sender.responses.on_acknowledged(
+                    first.transfer.transfer_id, first.frame.sequence, self.now
+                )
+
+    @property
+    def in_flight_bytes(self) -> int:
+        return backlog(self.sender, self.now).in_flight_bytes
+
+
+MB, FRAME = 1 << 20, 256 << 10
+
+
+def test_a_slow_link_has_few_bytes_in_flight_and_is_used_completely() -> None:
+    sender = make_sender(in_flight=64 * MB)
+    begin(sender, make_transfer(1, [200 * MB]))
+    path = SlowPath(sender, FRAME)
+    path.run(1.0, 4 * MB)
+    assert path.in_flight_bytes > 50 * MB, "until the rate is known, the buffers decide"
+    path.run(20.0, 4 * MB)
+    assert 7 * MB <= path.in_flight_bytes <= IN_FLIGHT_S * 4.5 * MB + FRAME
+    assert path.arrived_bytes == pytest.approx(21 * 4 * MB, rel=0.02)
+
+
+def test_a_link_that_becomes_faster_soon_has_more_in_flight() -> None:
+    sender = make_sender(in_flight=16 * MB)
+    begin(sender, make_transfer(1, [400 * MB]))
+    path = SlowPath(sender, FRAME)
+    path.run(20.0, 1 * MB)
+    assert path.in_flight_bytes <= max(LEAST_IN_FLIGHT_BYTES, IN_FLIGHT_S * 1.2 * MB) + FRAME
+    path.run(8.0, 20 * MB)
+    assert path.in_flight_bytes > 12 * MB
+
+
+def test_a_link_on_which_nothing_arrives_gets_no_more_bytes() -> None:
+    sender = make_sender(in_flight=64 * MB)
+    begin(sender, make_transfer(1, [200 * MB]))
+    path = SlowPath(sender, FRAME)
+    path.run(20.0, 4 * MB)
+    path.run(10.0, 0.0)
+    assert path.in_flight_bytes <= IN_FLIGHT_S * 4.5 * MB + FRAME
 
 
 def test_pacing_spreads_frames_evenly_without_saving_up_a_burst() -> None:

@@ -16,7 +16,7 @@ import math
 from collections import deque
 from typing import NamedTuple
 
-from prfaas.lateness import LateSince
+from prfaas.lateness import LateSince, never_late
 
 # Added to the path's round trip. The receiver holds back an acknowledgement for milliseconds, and a
 # frame of 4 MiB takes 0.1 s at 300 Mbit/s. A byte that is this late has waited for other bytes.
@@ -32,6 +32,11 @@ MOST_LATE = 0.5
 # Time constant of a rising base round trip: a longer route is accepted eventually, and a queue that
 # lasts for minutes is not.
 BASE_MEMORY_S = 3600.0
+# At most what the link delivers in this time is in flight. More would wait in the buffers of a slow
+# path, and so would the message that opens the next transfer, until that transfer has failed.
+IN_FLIGHT_S = 2.0
+LEAST_IN_FLIGHT_BYTES = 2 << 20  # a few small frames, also where the link delivers next to nothing
+_RATE_EVERY_S = 0.1  # between two looks at the link's rate
 _COALESCED_S = 0.01  # events that are closer together are merged
 
 
@@ -91,9 +96,9 @@ class Delivery:
     def report(self, outstanding_bytes: int, now: float, late_since: LateSince) -> DeliveryReport:
         oldest_s = self._oldest_s(outstanding_bytes)
         if oldest_s is None:
-            return DeliveryReport(self.total_bytes, 0.0, self._rate(now, late_since))
+            return DeliveryReport(self.total_bytes, 0.0, self.rate_bps(now, late_since))
         waited_s = now - oldest_s - (self._base_s or 0.0) - late_since(oldest_s)
-        return DeliveryReport(self.total_bytes, max(0.0, waited_s), self._rate(now, late_since))
+        return DeliveryReport(self.total_bytes, max(0.0, waited_s), self.rate_bps(now, late_since))
 
     def _oldest_s(self, outstanding_bytes: int) -> float | None:
         """When the first byte that has not arrived became ready; None when all have arrived."""
@@ -102,7 +107,9 @@ class Delivery:
             self._ready.popleft()
         return self._ready[0].at_s if self._ready else None
 
-    def _rate(self, now: float, late_since: LateSince) -> float | None:
+    def rate_bps(self, now: float, late_since: LateSince) -> float | None:
+        """How fast the link delivers; None without a standing backlog, and where too few bytes have
+        arrived."""
         found = self._arrived
         while len(found) > 2 and (
             now - found[0].at_s > LONGEST_WINDOW_S
@@ -125,3 +132,25 @@ class Delivery:
         if late_since(found[0].at_s) > MOST_LATE * (now - found[0].at_s):
             return None
         return nbytes * 8 / span_s
+
+
+class InFlightLimit:
+    """How many bytes may be sent and not yet acknowledged, at the rate at which they arrive."""
+
+    def __init__(self, most: int) -> None:
+        self._most = self._limit = most
+        self._adapted_s = -math.inf
+
+    def bytes(self, delivery: Delivery, in_flight_bytes: int, now: float) -> int:
+        """The limit stays while the rate is not known and bytes are in flight: nothing arrives, and
+        more bytes would only wait as well."""
+        if now - self._adapted_s < _RATE_EVERY_S:
+            return self._limit
+        self._adapted_s = now
+        rate_bps = delivery.rate_bps(now, never_late)
+        if rate_bps is not None:
+            delivered = int(rate_bps / 8 * IN_FLIGHT_S)
+            self._limit = min(self._most, max(LEAST_IN_FLIGHT_BYTES, delivered))
+        elif not in_flight_bytes:
+            self._limit = self._most
+        return self._limit

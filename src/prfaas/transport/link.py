@@ -92,7 +92,7 @@ class LinkOptions:
     quantum_bytes: int = 1 << 20  # the unit of acknowledgement and of resending
     checksums: bool = True  # of payloads; TLS links omit them, since TLS authenticates every byte
     rate_bps: float | None = None  # pacing; None: unlimited
-    in_flight_bytes: int = 256 << 20  # sent and not yet acknowledged
+    in_flight_bytes: int = 256 << 20  # sent and not yet acknowledged; on a slow link fewer
     connect_s: float = _DEFAULTS.timeouts.connect_s
     open_s: float = 10.0  # a transfer that the receiver has not opened by then fails
     # A connection that leaves a frame unanswered for this long is broken.

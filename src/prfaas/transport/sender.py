@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 
 from prfaas.lateness import LateSince
 from prfaas.transport.buffers import FileSlice
-from prfaas.transport.delivery import DeliveryReport
+from prfaas.transport.delivery import DeliveryReport, InFlightLimit
 from prfaas.transport.sender_responses import ResponseHandler
 from prfaas.transport.sender_state import SenderState, set_done
 from prfaas.transport.sender_transfer import SenderFrame, SenderTransfer
@@ -71,7 +71,7 @@ class SenderTransfers:
         probe_s: float,
         abort_s: float,
     ) -> None:
-        self._in_flight_limit = in_flight_limit
+        self._in_flight_limit = InFlightLimit(in_flight_limit)
         self._open_s = open_s
         self._stall_s = stall_s
         self._probe_s = probe_s
@@ -240,7 +240,8 @@ class SenderTransfers:
         if transfer is None:
             return None
         state = self._state
-        if state.in_flight_bytes and state.in_flight_bytes >= self._in_flight_limit:
+        limit = self._in_flight_limit.bytes(state.delivery, state.in_flight_bytes, now)
+        if state.in_flight_bytes and state.in_flight_bytes >= limit:
             return NoWork(self._probe_s)  # an acknowledgement wakes the connection earlier
         if self._rate_bps is not None and now < self._may_send_s:
             return NoWork(self._may_send_s - now)

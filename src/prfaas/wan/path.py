@@ -23,8 +23,11 @@ _CHUNK_S = 2e-3
 # How far ahead of now a lane may be booked. This must be longer than a late wake-up on a busy
 # machine, or the relay does not reach the rate. It is also the longest queue that the relay adds.
 QUEUE_S = 10e-3
-# What one connection may hold in the relay in addition to the bandwidth-delay product.
-_SPARE_BYTES = 4 * 1024 * 1024
+# What one connection may hold in the relay in addition to the bandwidth-delay product: what the
+# path carries in this time, as in a router, but no less and no more than these bytes.
+_SPARE_S = 0.1
+_LEAST_SPARE_BYTES = 256 * 1024
+_MOST_SPARE_BYTES = 4 * 1024 * 1024
 # Without a rate there is no bandwidth-delay product: enough for 10 Gbit/s at 100 ms.
 _UNLIMITED_HELD_BYTES = 128 * 1024 * 1024
 
@@ -104,7 +107,9 @@ class Conditions:
         if self.rate_bps is None:
             return _UNLIMITED_HELD_BYTES
         travelling_s = self.delay_s + self.jitter_s + QUEUE_S
-        return int(self.rate_bps / 8 * travelling_s) + _SPARE_BYTES
+        spare = int(self.rate_bps / 8 * _SPARE_S)
+        spare = min(_MOST_SPARE_BYTES, max(_LEAST_SPARE_BYTES, spare))
+        return int(self.rate_bps / 8 * travelling_s) + spare
 
     def scheduled_state(self, elapsed_s: float) -> PathState:
         if self.outage and self.outage.active(elapsed_s):
