@@ -35,8 +35,8 @@ from prfaas.launch.attached_process import attached_prefix
 from prfaas.launch.deployment import launched_hosts
 from prfaas.launch.scaling import smaller_deployment
 from prfaas.measure.machine import cpu_times
-from prfaas.scheduler.homes.elsewhere import round_trips
 from prfaas.scheduler.homes.plans import solve_network
+from prfaas.scheduler.homes.round_trips import round_trips
 from prfaas.sim.arrivals import Arrivals, poisson_at_homes
 from prfaas.sim.config import SimConfig
 from prfaas.sim.results.result import Result

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from _lost_processes import World
 from _lost_requests import (
@@ -40,8 +41,8 @@ LEFT_S = 30.0  # until the plan of what is left
 FULL_S = 60.0  # until the full plan, after the return
 PLANNER_S = 10.0  # until another gateway plans
 MORE_S = 30.0  # of load after all is back
-WINDOW_S = 15.0  # in which first tokens are counted
-BACK = 0.9  # of the requests of the same seconds have a first token: the rate is back
+WINDOW_S = 20.0  # in which first tokens are counted
+BACK = 0.9  # of the requests of the same seconds have a first token, but for chance
 EMPTY_S = 120.0  # for a drained cluster to finish its requests
 EMPTY_LOOKS = 3  # so often in a row each gateway must say that it has none
 
@@ -152,17 +153,10 @@ def _within(claim: str, seconds: float | None, limit_s: float) -> Check:
 
 async def lose_cluster(world: World, cluster: str, lost_s: float, seed: int) -> Step:
     policy = world.case.deployment.scheduler.policy
-    offered_rps = OFFERED * rate_left_rps(world.case.problem, cluster, policy)
-    load = world.load(seed)
-    load.start(rates_of(world.case.problem, offered_rps), _longest_s(lost_s))
+    load = _started_load(world, rate_left_rps(world.case.problem, cluster, policy), lost_s, seed)
     await asyncio.sleep(CALM_S)
-    splits = splits_before(world.watch.samples, world.clock.now())
-    loss = await world.kill_nodes(cluster)
-    await asyncio.sleep(lost_s)
-    began_s = world.clock.now()
-    await world.start_nodes(cluster)
-    loss = loss._replace(until_s=world.clock.now())
-    await _return(world, load, splits)
+    kill, start = partial(world.kill_nodes, cluster), partial(world.start_nodes, cluster)
+    loss, began_s = await _lose(world, load, kill, start, lost_s)
     live = world.instances | {cluster: 0}
     kind = "PD" if cluster in world.homes else "PrfaaS"
     step = _step(world, f"{kind} cluster {cluster}", load, loss, began_s, live, world.homes)
@@ -170,18 +164,11 @@ async def lose_cluster(world: World, cluster: str, lost_s: float, seed: int) -> 
 
 
 async def lose_planner(world: World, lost_s: float, seed: int) -> Step:
-    offered_rps = OFFERED * rate_left_rps(world.case.problem, None, "")
-    load = world.load(seed)
-    load.start(rates_of(world.case.problem, offered_rps), _longest_s(lost_s))
+    load = _started_load(world, rate_left_rps(world.case.problem, None, ""), lost_s, seed)
     await asyncio.sleep(CALM_S)
     home, epoch = planner_of(world.watch.samples, world.homes)
-    splits = splits_before(world.watch.samples, world.clock.now())
-    loss = await world.kill_gateway(home)
-    await asyncio.sleep(lost_s)
-    began_s = world.clock.now()
-    await world.start_gateway(home)
-    loss = loss._replace(until_s=world.clock.now())
-    await _return(world, load, splits)
+    kill, start = partial(world.kill_gateway, home), partial(world.start_gateway, home)
+    loss, began_s = await _lose(world, load, kill, start, lost_s)
     others = [other for other in world.homes if other != home]
     step = _step(world, f"gateway of {home}", load, loss, began_s, world.instances, others)
     following = planner_since(world.watch.samples, others, epoch, loss.from_s)
@@ -189,6 +176,31 @@ async def lose_planner(world: World, lost_s: float, seed: int) -> Step:
         return replace(step, epochs=(epoch, 0))
     planner_s = following.at_s - loss.from_s
     return replace(step, planner_s=planner_s, epochs=(epoch, following.seen.epoch))
+
+
+def _started_load(world: World, left_rps: float, for_s: float, seed: int) -> Load:
+    load = world.load(seed)
+    load.start(rates_of(world.case.problem, OFFERED * left_rps), _longest_s(for_s))
+    return load
+
+
+async def _lose(
+    world: World,
+    load: Load,
+    kill: Callable[[], Awaitable[Loss]],
+    start: Callable[[], Awaitable[None]],
+    lost_s: float,
+) -> tuple[Loss, float]:
+    """Kills, starts again after `lost_s`, and ends the load when all is back. Returns the loss and
+    the time at which the start began."""
+    splits = splits_before(world.watch.samples, world.clock.now())
+    loss = await kill()
+    await asyncio.sleep(lost_s)
+    began_s = world.clock.now()
+    await start()
+    loss = loss._replace(until_s=world.clock.now())
+    await _return(world, load, splits)
+    return loss, began_s
 
 
 def planner_of(samples: Sequence[Sample], homes: Collection[str]) -> tuple[str, int]:
@@ -304,9 +316,8 @@ def drain_checks(found: Drain) -> list[Check]:
 
 async def drain_cluster(world: World, cluster: str, drained_s: float, seed: int) -> Drain:
     policy = world.case.deployment.scheduler.policy
-    offered_rps = OFFERED * rate_left_rps(world.case.problem, cluster, policy)
-    load = world.load(seed)
-    load.start(rates_of(world.case.problem, offered_rps), _longest_s(drained_s + EMPTY_S))
+    left_rps = rate_left_rps(world.case.problem, cluster, policy)
+    load = _started_load(world, left_rps, drained_s + EMPTY_S, seed)
     await asyncio.sleep(CALM_S)
     ordered_s = world.clock.now()
     splits = splits_before(world.watch.samples, ordered_s)
@@ -331,7 +342,7 @@ async def drain_cluster(world: World, cluster: str, drained_s: float, seed: int)
     meanwhile = [one for one in load.asked if empty_s <= one.sent_s <= returned_s]
     return Drain(
         cluster,
-        offered_rps,
+        OFFERED * left_rps,
         tally(load.asked, world.lines.found, [], world.cluster_of),
         empty_s - ordered_s if emptied else None,
         _after(left_s, ordered_s),

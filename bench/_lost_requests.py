@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import secrets
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
-import msgspec
 import numpy as np
 
 from prfaas.clock import Clock
-from prfaas.launch.request_outcomes import RequestOutcome
+from prfaas.launch.request_outcomes import RequestOutcome, parse_outcome
 from prfaas.measure.client import Target
 from prfaas.measure.open_loop import RequestTemplate, prompt_parts
 from prfaas.measure.prompts import PromptGenerator
@@ -29,6 +29,7 @@ DETECTION_S = 5.0  # after which gateways send no request to a killed node
 LIMIT_S = 180.0  # for one request; one that takes longer has no outcome
 LINES_EVERY_S = 0.1
 LINES_S = 10.0  # for the gateways' lines of requests that have ended
+CHANCE = 2.0  # standard deviations of the number of requests in a window
 ID = "lost-"  # ids of requests begin with it
 
 Verdict: TypeAlias = Literal["completed", "excused", "unclear", "failed"]
@@ -158,24 +159,25 @@ def described(asked: Asked, line: RequestOutcome | None) -> str:
 # Rates --------------------------------------------------------------------------------------------
 
 
-def served_share(asked: Iterable[Asked], from_s: float, until_s: float) -> float:
-    """First tokens over requests, of the same seconds. NaN: there was no request."""
+def keeps_up(asked: Iterable[Asked], from_s: float, until_s: float, least: float) -> bool:
+    """Whether the first tokens of some seconds are at least `least` of the requests of the same
+    seconds, but for chance: both are counts of independent events, which differ by about the square
+    root of their number. Seconds without a request show nothing, and do not keep up."""
     sent = first = 0
     for one in asked:
         sent += from_s < one.sent_s <= until_s
         first += one.first_s is not None and from_s < one.first_s <= until_s
-    return first / sent if sent else float("nan")
+    return sent > 0 and first >= least * sent - CHANCE * math.sqrt(sent)
 
 
 def rate_back_at(
     asked: Sequence[Asked], from_s: float, until_s: float, window_s: float, least: float
 ) -> float | None:
-    """The first time from `from_s` on at which the first tokens of the last `window_s` are at least
-    `least` of the requests of the same seconds, and stay so until `until_s`. None: there is no such
-    time. A window without a request shows nothing, and counts as one without first tokens."""
+    """The first time from `from_s` on at which the first tokens of the last `window_s` keep up with
+    the requests, and do so until `until_s`. None: there is no such time."""
     back_s: float | None = None
     for at_s in reversed(np.arange(from_s, until_s, 0.5).tolist()):
-        if not served_share(asked, at_s - window_s, at_s) >= least:  # NaN is not
+        if not keeps_up(asked, at_s - window_s, at_s, least):
             break
         back_s = at_s
     return back_s
@@ -194,19 +196,11 @@ class GatewayLines:
     """What the gateways have logged about requests, by id."""
 
     found: dict[str, RequestOutcome] = field(default_factory=dict)
-    _decoder: msgspec.json.Decoder[RequestOutcome] = field(
-        default_factory=lambda: msgspec.json.Decoder(RequestOutcome)
-    )
 
     def read_line(self, line: str) -> None:
-        start = line.find(f'{{"id":"{ID}')
-        if start < 0:
-            return
-        try:
-            outcome = self._decoder.decode(line[start:])
-        except msgspec.MsgspecError:
-            return
-        self.found[outcome.id] = outcome
+        outcome = parse_outcome(line)
+        if outcome is not None and outcome.id.startswith(ID):
+            self.found[outcome.id] = outcome
 
     async def wait_for(self, ids: Collection[str]) -> None:
         """Returns when there is a line for each, or after `LINES_S`: a killed gateway has written

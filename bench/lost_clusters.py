@@ -13,8 +13,9 @@ requests arrive at 60% of the rate that the clusters can serve which are left.
 Every request is accounted for by the gateways' log lines: it is excused only if the gateway that it
 was at, or the node that decoded it, was killed meanwhile. One that is sent to a dead node more than
 5 s after the kill is not excused, and one without an outcome has failed. Service is back when all
-gateways follow one plan of the clusters that live, and when first tokens come at the offered rate
-from then on, counted in windows of 15 s that begin after the kill or the return.
+gateways follow one plan of the clusters that live, and when first tokens keep up with the requests
+from then on: in windows of 20 s that begin after the kill or the return, they are 0.9 of the
+requests, less two standard deviations of the number of requests.
 
 With --flood, each home first sends 0.9 of its planned rate, and then HOME floods. At the planned
 rate itself a queue grows without a bound, and no quantile of its waits has a meaning. The other
@@ -59,7 +60,7 @@ from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import InputError
 from prfaas.measure.machine import cpu_times
 
-LOST_S = 45.0  # how long a cluster is lost or drained
+LOST_S = 60.0  # how long a cluster is lost or drained
 PHASE_S = 180.0  # of --flood
 
 
@@ -77,7 +78,7 @@ PHASE_S = 180.0  # of --flood
 @click.option(
     "--seconds",
     type=float,
-    help="How long something is lost or drained, or a phase of --flood.  [default: 45; 180]",
+    help="How long something is lost or drained, or a phase of --flood.  [default: 60; 180]",
 )
 @click.option(
     "--policy",

@@ -33,7 +33,7 @@ from prfaas.display.console import print_json, progress_bar, rounded, with_progr
 from prfaas.planner.network.plan import Binding
 from prfaas.planner.network.problem import NetworkProblem
 from prfaas.planner.network.solve import NetworkPlanner
-from prfaas.scheduler.homes.elsewhere import round_trips
+from prfaas.scheduler.homes.round_trips import round_trips
 from prfaas.sim.arrivals import poisson_at_homes
 from prfaas.sim.config import ClusterFault, Fault, LinkFault, SimConfig
 from prfaas.sim.results.result import Result

@@ -290,7 +290,7 @@ def test_a_gateway_for_each_pd_cluster() -> None:
             [EAST, {**WEST, "url": "http://10.0.0.1:8080/"}],
             "gateways.1.url: another gateway has the URL",
         ),
-        ([{**EAST, "url": "10.0.0.1:8080"}, WEST], "gateways.0.url: .* is not a"),
+        ([{**EAST, "url": "10.0.0.1:8080"}, WEST], "gateways.0.url: .* is not the URL of a peer"),
         ([{**EAST, "url": "http://a"}, WEST], "gateways.0.url: 'http://a' has no port"),
         ([{**EAST, "url": "http://a:1/x"}, WEST], "gateways.0.url: .* has a path"),
         ([{**EAST, "url": "http://a:99999"}, WEST], "gateways.0.url: .* is not a URL"),

@@ -16,12 +16,12 @@ from rich.console import Console
 
 from prfaas.cli.shared_options import as_input_error, read_key
 from prfaas.clock import Clock, MonotonicClock
+from prfaas.config.address import parse_peer_url
 from prfaas.config.tls import TlsSection
 from prfaas.contracts.gateway_api import DRAIN_PATH, SetDrain
 from prfaas.display.console import print_json
 from prfaas.errors import InputError, PeerError, PeerHttpError
 from prfaas.http_client.client import HttpClient, open_client
-from prfaas.http_client.peer_url import parse_peer_url
 from prfaas.security.tls import load_identity
 from prfaas.supervision import one_line
 

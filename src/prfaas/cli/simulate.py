@@ -19,8 +19,8 @@ from prfaas.errors import InputError
 from prfaas.planner.comparison import DEFAULT_UTILISATION
 from prfaas.planner.network.problem import NetworkProblem
 from prfaas.planner.problem import Problem
-from prfaas.scheduler.homes.elsewhere import round_trips
 from prfaas.scheduler.homes.plans import as_network, planned_rps
+from prfaas.scheduler.homes.round_trips import round_trips
 from prfaas.sim.arrivals import Arrivals, poisson_at_homes, replay
 from prfaas.sim.config import SimConfig
 from prfaas.sim.results.result import Result

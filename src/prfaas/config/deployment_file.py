@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from prfaas.config.address import parse_address
+from prfaas.config.address import parse_address, parse_peer_url
 from prfaas.config.assignments import assign
 from prfaas.config.deployment import (
     Component,
@@ -211,7 +210,7 @@ def _check_gateways(deployment: Deployment) -> None:
                 where=f"{at}.cluster",
                 fix="keep one entry for each pd cluster",
             )
-        url = _gateway_url(entry.url, f"{at}.url")
+        url = parse_peer_url(entry.url, f"{at}.url")
         if url in urls:
             raise InputError(
                 f"another gateway has the URL {entry.url!r}",
@@ -234,25 +233,6 @@ def _check_gateways(deployment: Deployment) -> None:
             fix=f"add [[gateways]] with cluster = {missing[0]!r}, or remove all entries: "
             "then one gateway serves all pd clusters",
         )
-
-
-def _gateway_url(text: str, where: str) -> str:
-    """The URL in one form, to compare it."""
-    fix = "write http://HOST:PORT or https://HOST:PORT, without a path"
-    try:
-        parts = urlsplit(text)
-        port = parts.port
-    except ValueError as error:
-        raise InputError(f"{text!r} is not a URL: {error}", where=where, fix=fix) from None
-    if "@" in parts.netloc:  # not shown: it may be a password
-        raise InputError("the URL has user info", where=where, fix=fix)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise InputError(f"{text!r} is not an http or https URL", where=where, fix=fix)
-    if parts.path not in ("", "/") or "?" in text or "#" in text:
-        raise InputError(f"{text!r} has a path, a query or a fragment", where=where, fix=fix)
-    if not port:
-        raise InputError(f"{text!r} has no port", where=where, fix=fix)
-    return f"{parts.scheme}://{parts.hostname}:{port}"
 
 
 def _check_workloads(deployment: Deployment) -> None:

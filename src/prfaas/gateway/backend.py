@@ -18,6 +18,7 @@ from prometheus_client.core import Metric
 from prfaas.cache.hashing import PromptHashes
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.config import Deployment
+from prfaas.config.address import parse_peer_url
 from prfaas.contracts.forms import choose_compat
 from prfaas.contracts.gateway_api import GatewayReport
 from prfaas.contracts.kvd_api import Heartbeat
@@ -48,12 +49,11 @@ from prfaas.gateway.short_term_loop import run_short_term_loop
 from prfaas.gateway.status import GatewayStatus, explanation_json
 from prfaas.gateway.tenants import Tenants
 from prfaas.http_client.client import open_client
-from prfaas.http_client.peer_url import parse_peer_url
 from prfaas.lateness import BEAT_S, Lateness
 from prfaas.planner.network.problem import NetworkProblem
 from prfaas.planner.problem import Problem
-from prfaas.scheduler.homes.elsewhere import round_trips
 from prfaas.scheduler.homes.plans import as_network, home_name
+from prfaas.scheduler.homes.round_trips import round_trips
 from prfaas.security.shared_key import SharedKey
 from prfaas.security.tls import TlsIdentity
 from prfaas.supervision import repeat

@@ -32,6 +32,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from prfaas.clock import Clock, MonotonicClock
+from prfaas.config.address import parse_peer_url
 from prfaas.contracts.kvd_api import (
     AbortTransfer,
     ClaimPlanning,
@@ -49,7 +50,6 @@ from prfaas.contracts.kvd_api import (
 )
 from prfaas.errors import TransferFailed
 from prfaas.http_client.client import HttpClient
-from prfaas.http_client.peer_url import parse_peer_url
 from prfaas.kvd.http_messages import (
     RequestBodies,
     incompatible,

@@ -31,6 +31,20 @@ class RequestOutcome(msgspec.Struct, frozen=True):
     form: str = ""  # of the hand-off; empty: none was made
 
 
+_DECODER = msgspec.json.Decoder(RequestOutcome)
+
+
+def parse_outcome(line: str) -> RequestOutcome | None:
+    """The outcome that a line of a gateway's output reports; None: it is another line."""
+    start = line.find('{"id":')
+    if start < 0:
+        return None
+    try:
+        return _DECODER.decode(line[start:])
+    except msgspec.MsgspecError:
+        return None
+
+
 class RequestOutcomes:
     def __init__(self) -> None:
         self.latest: deque[RequestOutcome] = deque(maxlen=KEPT)
@@ -38,18 +52,13 @@ class RequestOutcomes:
         self.forms: Counter[tuple[str, str]] = Counter()  # hand-offs, by route and form
         self.prompt_tokens = 0
         self.cached_tokens = 0
-        self._decoder = msgspec.json.Decoder(RequestOutcome)
         self._awaited: dict[str, asyncio.Future[RequestOutcome]] = {}
 
     def read_line(self, line: str) -> None:
         """Takes one line of the gateway's output. Other lines than those of requests are
         ignored."""
-        start = line.find('{"id":')
-        if start < 0:
-            return
-        try:
-            outcome = self._decoder.decode(line[start:])
-        except msgspec.MsgspecError:
+        outcome = parse_outcome(line)
+        if outcome is None:
             return
         self.latest.append(outcome)
         self.counts[outcome.route, outcome.outcome] += 1

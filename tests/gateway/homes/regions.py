@@ -15,8 +15,8 @@ from prfaas.gateway.homes.fair_access import FairAccess, OtherUses, nobody_else
 from prfaas.gateway.placement import PlacementRequest
 from prfaas.gateway.router import Router
 from prfaas.planner.network.problem import NetworkProblem
-from prfaas.scheduler.homes.elsewhere import round_trips
 from prfaas.scheduler.homes.plans import plans_for_nodes
+from prfaas.scheduler.homes.round_trips import round_trips
 from prfaas.scheduler.request import Request
 from prfaas.studies.network_plans import NetworkStudy
 from prfaas.types import ClusterId, NodeId

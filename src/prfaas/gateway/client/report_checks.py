@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from prfaas.config.address import parse_address
+from prfaas.config.address import parse_address, parse_peer_url
 from prfaas.contracts.kvd_api import (
     LATE_WINDOW_S,
     MAX_GROUPS,
@@ -24,7 +24,6 @@ from prfaas.contracts.kvd_api import (
     PoolReport,
 )
 from prfaas.errors import InputError, MalformedResponse
-from prfaas.http_client.peer_url import parse_peer_url
 from prfaas.types import CANONICAL, Form, NodeId
 
 LARGEST_INT = 2**53  # JSON readers in other languages have no larger exact integers

@@ -12,12 +12,12 @@ import logging
 from collections.abc import Iterator
 
 from prfaas.config import Deployment
+from prfaas.config.address import parse_peer_url
 from prfaas.contracts.forms import compats_of
 from prfaas.contracts.kvd_api import KvdReport
 from prfaas.errors import MalformedResponse, PrfaasError
 from prfaas.gateway.fleet.formats import Formats
 from prfaas.gateway.fleet.member import Member, model_of
-from prfaas.http_client.peer_url import parse_peer_url
 from prfaas.lateness import LateSince, never_late
 from prfaas.types import ClusterId, Compat, NodeId
 

@@ -10,6 +10,7 @@ from typing import TypeAlias, TypeVar
 
 import msgspec
 
+from prfaas.config.address import parse_peer_url
 from prfaas.contracts.kvd_api import (
     PULL_S,
     MatchPrefix,
@@ -22,7 +23,6 @@ from prfaas.contracts.kvd_api import (
 )
 from prfaas.errors import PeerHttpError, TransferFailed
 from prfaas.http_client.client import HttpClient
-from prfaas.http_client.peer_url import parse_peer_url
 from prfaas.kvd.store import Store
 from prfaas.kvd.transfers.incoming import NO_ENGINE, IncomingTransfers
 from prfaas.supervision import one_line

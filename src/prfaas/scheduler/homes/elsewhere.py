@@ -13,38 +13,23 @@ prefill node or link. The requests of a home that has lost its nodes may wait th
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, TypeAlias
 
-from prfaas.config import Deployment
 from prfaas.scheduler.plan import Plan
 from prfaas.scheduler.request import Request, Route
 from prfaas.scheduler.sets import Choice, predict_ttft_s
 from prfaas.scheduler.short_term import route
 from prfaas.scheduler.state import ShortTermState
-from prfaas.scheduler.view import LinkId, View
+from prfaas.scheduler.view import View
 from prfaas.scheduler.waiting import Hold
-from prfaas.types import ClusterId
 
 Decide: TypeAlias = Callable[[Request, View, Plan, ShortTermState], Choice]
 
 
 def decide_by_route(request: Request, view: View, plan: Plan, state: ShortTermState) -> Choice:
     return Choice(route(request, view, plan, state), view, False)
-
-
-def round_trips(deployment: Deployment) -> dict[LinkId, float]:
-    """Seconds between every two pd clusters that have a link, whichever direction it is stated
-    for."""
-    names = [cluster.name for cluster in deployment.of_kind("pd")]
-    found: dict[LinkId, float] = {}
-    for one, other in itertools.permutations(names, 2):
-        link = deployment.link(one, other) or deployment.link(other, one)
-        if link is not None:
-            found[ClusterId(one), ClusterId(other)] = link.rtt_ms / 1e3
-    return found
 
 
 # Decode slots that a PD cluster keeps free of requests of full homes: so many standard deviations

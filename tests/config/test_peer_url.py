@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from prfaas.config.address import parse_peer_url
 from prfaas.errors import InputError
-from prfaas.http_client.peer_url import parse_peer_url
 
 
 @pytest.mark.parametrize(
