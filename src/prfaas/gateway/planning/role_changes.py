@@ -25,7 +25,7 @@ from prfaas.types import NodeId
 
 log = logging.getLogger(__name__)
 
-_STEPS_TO_WAIT = 8  # steps of the long-term loop
+STEPS_TO_WAIT = 8  # steps of the long-term loop
 
 
 class RoleChanges:
@@ -104,6 +104,7 @@ class RoleChanges:
         """Another gateway changes roles. The kvd has recorded what the node is now."""
         fleet = self._fleet
         if node in self._coordination.draining():
+            self._waited.pop(node, None)
             # In use until the prefixes are copied that are hot in this gateway's traffic.
             if not fleet.roles.is_draining(node) and self._evacuations.evacuate(node):
                 fleet.drain(node)
@@ -123,7 +124,7 @@ class RoleChanges:
         comes after `kvd_poll_s`."""
         steps = self._waited.get(node, 0) + 1
         self._waited[node] = steps
-        if steps < _STEPS_TO_WAIT:
+        if steps < STEPS_TO_WAIT:
             return False
         del self._waited[node]
         return True
