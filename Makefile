@@ -7,6 +7,8 @@
 # make test-harnesses  lm-eval, vllm bench serve, aiperf and guidellm against the gateway, each in its
 #                  own environment
 # make test-clients    OpenAI's clients in Python and JavaScript against the gateway (needs npm)
+# make test-browser    the console and the reports in a real browser (needs Debian's chromium and
+#                  chromium-driver); PICTURES=docs/img renews the pictures of the documents
 # make test-long   the tests that need hours: make fuzz, make test-grid, make soak
 # make test-grid   the engines against transformers: all models, lengths and seeds
 # make fuzz        mutated frames through the wire format, and mutated messages to kvds, in process
@@ -40,7 +42,7 @@ VLLM_VENV := .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
 
 .PHONY: setup demo up soak agree test test-slow test-gpu test-grid test-long test-vllm bench-vllm check lint \
-  types format docs bench fuzz clean test-harnesses test-clients FORCE
+  types format docs bench fuzz clean test-harnesses test-clients test-browser FORCE
 
 setup: $(READY)
 
@@ -159,6 +161,23 @@ Node.js 20 or newer; install it, for example from your distribution" >&2; exit 1
 test-clients: setup $(CLIENT)/.ready
 	$(BIN)/python -m pytest tests/clients
 
+# Without torch: the tests serve emulated engines.
+BROWSER_VENV := .venv-browser
+BROWSER_READY := $(BROWSER_VENV)/.ready
+BROWSER_STALE := $(call stale,$(BROWSER_VENV))
+$(BROWSER_READY): pyproject.toml constraints.txt $(if $(BROWSER_STALE),FORCE)
+	$(call make_venv,$(BROWSER_VENV),$(BROWSER_STALE))
+	$(BROWSER_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable . \
+	  selenium pytest pytest-asyncio pytest-timeout hypothesis
+	@touch $@
+
+PICTURES ?= out/pictures
+test-browser: $(BROWSER_READY)
+	@command -v chromium > /dev/null && command -v chromedriver > /dev/null || { echo "chromium or \
+chromedriver was not found; on Debian, install both: apt-get install chromium chromium-driver \
+fonts-dejavu-core" >&2; exit 1; }
+	$(BROWSER_VENV)/bin/python -m pytest tests/browser --pictures $(PICTURES)
+
 # nixl is installed without its dependencies, because they include another torch.
 bench-vllm: setup $(VLLM_READY)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps nixl==1.5.1 nixl-cu12==1.5.1
@@ -193,6 +212,7 @@ bench: setup
 	$(BIN)/prfaas bench overlap $(if $(wildcard $(VLLM_READY)),--vllm-python $(VLLM_VENV)/bin/python)
 	$(BIN)/prfaas bench moves --rounds 1
 	$(BIN)/prfaas bench shift
+	$(BIN)/prfaas bench console
 	$(BIN)/prfaas bench simulate $(if $(TRACE),--trace $(TRACE))
 	$(if $(TRACE),$(BIN)/prfaas bench cache --trace $(TRACE) --model case-study-1t)
 
@@ -204,4 +224,4 @@ fuzz: setup
 	$(BIN)/python -m tests.kvd.fuzz $(MESSAGES) $(SOCKET_MESSAGES)
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(HARNESSES:%=.venv-%) $(CLIENT) out
+	rm -rf $(VENV) $(VLLM_VENV) $(BROWSER_VENV) $(HARNESSES:%=.venv-%) $(CLIENT) out
