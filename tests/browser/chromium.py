@@ -32,6 +32,7 @@ _RECORDER = """
 const attributes = ["data-status", "data-verdict", "data-request"];
 const main = document.querySelector("main");
 window.recorded = [];
+window.said = [];
 window.late_s = 0;
 const note = (element, attribute) => window.recorded.push({
   of: element.dataset.link ?? element.dataset.name ?? element.dataset.request,
@@ -47,6 +48,9 @@ new MutationObserver((records) => {
           if (one.dataset.request !== undefined) note(one, "data-request");
   }
 }).observe(document.body, {subtree: true, childList: true, attributeFilter: attributes});
+const status = document.querySelector("#status");
+new MutationObserver(() => window.said.push(status.textContent))
+  .observe(status, {subtree: true, childList: true, characterData: true});
 let before = performance.now();
 setInterval(() => {
   const now = performance.now();
@@ -173,6 +177,10 @@ class Browser:
                 *(of, attribute, list(values), after_s),
             )
         )
+
+    def heard(self, text: str) -> None:
+        """Waits until the status line has said it, which screen readers read aloud."""
+        self.until("return window.said.some((one) => one.includes(arguments[0]))", text)
 
     def frames(self, seconds: float) -> dict[str, float]:
         """Animation frames in this time."""
