@@ -1,0 +1,112 @@
+// From values to places on a chart: scales, ticks, paths. Pure.
+
+const STEPS = [1, 2, 2.5, 5, 10];
+const TIME_STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400];
+
+/** The place of a value of `from`..`to` between `start` and `end`. */
+export function linear(from, to, start, end) {
+  const span = to - from || 1;
+  return (value) => start + ((value - from) / span) * (end - start);
+}
+
+/** Round values from 0 to at least `highest`, about `number` of them. */
+export function valueTicks(highest, number = 3) {
+  if (!(highest > 0)) return [0, 1];
+  const rough = highest / number;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = STEPS.find((factor) => factor * power >= rough * 0.999) * power;
+  const ticks = [];
+  // Multiplied, not added up: 0.1 added three times is not 0.3.
+  for (let index = 0; index === 0 || ticks.at(-1) < highest * 0.999; index += 1) {
+    ticks.push(Number((index * step).toPrecision(12)));
+  }
+  return ticks;
+}
+
+/** Round times within `from`..`to`, at most `most`. `offset` is the time zone, in seconds. */
+export function timeTicks(from, to, most = 5, offset = 0) {
+  const step = TIME_STEPS.find((seconds) => (to - from) / seconds <= most) ?? TIME_STEPS.at(-1);
+  const ticks = [];
+  for (let at = Math.ceil((from + offset) / step) * step - offset; at <= to; at += step) {
+    ticks.push(at);
+  }
+  return ticks;
+}
+
+const place = (value) => value.toFixed(1);
+
+/** The `d` of a line through [x, y] points; a null y interrupts it. */
+export function linePath(points) {
+  let path = "";
+  let drawing = false;
+  for (const [x, y] of points) {
+    if (y === null) {
+      drawing = false;
+      continue;
+    }
+    path += `${drawing ? "L" : "M"}${place(x)} ${place(y)}`;
+    drawing = true;
+  }
+  return path;
+}
+
+/** The `d` of the areas between an upper and a lower line with the same x; a null interrupts. */
+export function areaPath(upper, lower) {
+  let path = "";
+  let start = -1;
+  for (let index = 0; index <= upper.length; index += 1) {
+    const present = index < upper.length && upper[index][1] !== null && lower[index][1] !== null;
+    if (present && start < 0) start = index;
+    if (present || start < 0) continue;
+    const back = lower.slice(start, index).reverse();
+    path += `${linePath(upper.slice(start, index))}${linePath(back).replace("M", "L")}Z`;
+    start = -1;
+  }
+  return path;
+}
+
+/** Sums of the series up to and including each; null where any of them is null. */
+export function stacked(series) {
+  const sums = [];
+  let below = null;
+  for (const points of series) {
+    const sum = points.map(([at, value], index) => {
+      const base = below === null ? 0 : below[index][1];
+      return [at, value === null || base === null ? null : base + value];
+    });
+    sums.push(sum);
+    below = sum;
+  }
+  return sums;
+}
+
+/** At most `most` points: of each bucket the last one, so that the newest value is kept. */
+export function thinned(points, most) {
+  if (points.length <= most) return points;
+  const every = points.length / most;
+  const kept = [];
+  for (let index = 1; index <= most; index += 1) kept.push(points[Math.round(index * every) - 1]);
+  return kept;
+}
+
+/** The index of the sample nearest to a time; -1 where there are none. `times` rises. */
+export function nearest(times, at) {
+  if (times.length === 0) return -1;
+  let low = 0;
+  let high = times.length - 1;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (times[middle] < at) low = middle + 1;
+    else high = middle;
+  }
+  return low > 0 && at - times[low - 1] <= times[low] - at ? low - 1 : low;
+}
+
+/** The largest value of all points; 0 where there are none. */
+export function highest(series) {
+  let found = 0;
+  for (const points of series) {
+    for (const [, value] of points) if (value !== null && value > found) found = value;
+  }
+  return found;
+}
