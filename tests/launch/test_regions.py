@@ -16,7 +16,7 @@ from prfaas.config import load_deployment
 from prfaas.demo.regions_case import Link, carried_bytes
 from prfaas.demo.shared import RelayReader, with_policy
 from prfaas.engine.emulated.pace import Scales
-from prfaas.gateway.api.app import CLUSTER_HEADER
+from prfaas.gateway.generation import CLUSTER_HEADER
 from prfaas.http_client.client import open_client
 from prfaas.launch.attached_process import attached_prefix
 from prfaas.launch.deployment import RunningDeployment, launched_gateway, launched_hosts

@@ -50,6 +50,7 @@ _POLICIES = ("paper", "adaptive", "local", "remote")
     "--policy", type=click.Choice(_POLICIES), help="Routing policy, instead of the file's."
 )
 @click.option("--advise", is_flag=True, help="Show plans, but keep threshold and roles.")
+@click.option("--console", is_flag=True, help="Serve the console, a page for browsers, at /.")
 @security_options
 @click.option(
     "--record",
@@ -65,6 +66,7 @@ def gateway(
     port: int | None,
     policy: str | None,
     advise: bool,
+    console: bool,
     member_key_file: str | None,
     operator_key_file: str | None,
     tls_ca: str | None,
@@ -86,6 +88,9 @@ def gateway(
     pd cluster has a gateway of its own, which is started with --cluster and listens on the port of
     its entry.
 
+    With --console, a browser shows the deployment at the gateway's URL, after a login with the
+    operator key (docs/console.md).
+
     \b
       prfaas gateway deployment.toml
       prfaas gateway regions.toml --cluster east
@@ -103,7 +108,7 @@ def gateway(
         raise error.in_file(file) from None
     if port is None and home is not None:
         port = entry_port(stated, home)
-    deployment = _with_flags(stated, host, port, policy, advise)
+    deployment = _with_flags(stated, host, port, policy, advise, console)
     security = SecurityFlags(
         member_key_file, operator_key_file, tls_ca, tls_cert, tls_key, bool(insecure)
     )
@@ -169,7 +174,12 @@ def entry_port(deployment: Deployment, home: str) -> int | None:
 
 
 def _with_flags(
-    deployment: Deployment, host: str | None, port: int | None, policy: str | None, advise: bool
+    deployment: Deployment,
+    host: str | None,
+    port: int | None,
+    policy: str | None,
+    advise: bool,
+    console: bool,
 ) -> Deployment:
     replace = msgspec.structs.replace
     section, scheduler = deployment.gateway, deployment.scheduler
@@ -179,6 +189,8 @@ def _with_flags(
         section = replace(section, port=port)
     if advise:
         section = replace(section, advise=True)
+    if console:
+        section = replace(section, console=True)
     if policy is not None:
         scheduler = replace(scheduler, policy=policy)
     return replace(deployment, gateway=section, scheduler=scheduler)

@@ -10,6 +10,7 @@ from prfaas.cli.shared_options import read_key
 from prfaas.config import load_deployment
 from prfaas.config.gateway import ApiKey, GatewaySection
 from prfaas.config.tls import TlsSection
+from prfaas.errors import InputError
 from prfaas.gateway.api.credentials import GatewayCredentials, TenantKey
 from prfaas.gateway.backend import BackendOptions
 from prfaas.gateway.process import GatewayOptions
@@ -69,6 +70,13 @@ def load_options(
         salt_secret=salt,
         insecure=insecure,
     )
+    if section.console and credentials.locked and credentials.operator is None:
+        raise InputError(
+            "the console needs an operator key, with which operators log in",
+            file=file,
+            where="gateway.operator_key_file",
+            fix="name a file with the key, or give --operator-key-file",
+        )
     protection = Protection(credentials.locked, tls is not None, insecure)
     refuse_exposure(section.host, protection, where="--host", key_flag="[[gateway.keys]]")
     tokenizer = _at(folder, section.tokenizer or None)

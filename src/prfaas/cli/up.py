@@ -15,7 +15,7 @@ import uvloop
 from rich.console import RenderableType
 from rich.live import Live as LiveDisplay
 
-from prfaas.config import load_deployment
+from prfaas.config import Deployment, load_deployment
 from prfaas.display.console import console
 from prfaas.display.deployment_table import live_view
 from prfaas.display.regions_table import regions_view
@@ -169,6 +169,7 @@ def up(
         raise
     gateway_options = ["--policy", policy] if policy else []
     gateway_options += ["--advise"] if advise else []
+    gateway_options += ["--console"] if _has_console(ready.deployment) else []
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             runner.run(_serve(ready, folder, gateway_options, together=one_gateway))
@@ -263,13 +264,24 @@ def _where(live: RunningDeployment) -> str:
     body = f'{{"model": "{name}", "prompt": {prompt}, "max_tokens": 20}}'
     nodes = "\n".join(f"  {node:12} {url}" for node, url in live.hosts.engine_urls.items())
     ask = f"/v1/completions -H 'Content-Type: application/json' -d '{body}'"
+    console_at = ""
+    if _has_console(live.deployment):
+        pages = ", ".join(f"{url}/" for url in _gateways(live))
+        console_at = f"the console, for a browser: {pages}\n"
     asked = "\n".join(f"curl {url}{ask}" for url in _gateways(live))
     return (
         f"\nserving {name} at {_served_at(live)}\n{nodes}\n"
+        f"{console_at}"
         f"logs and the deployment file: {live.hosts.folder}\n\n"
         f"{asked}\n"
         f"curl {live.gateway_url}/prfaas/v1/state\n"
     )
+
+
+def _has_console(deployment: Deployment) -> bool:
+    """False where no operator could log in."""
+    section = deployment.gateway
+    return not section.keys or section.operator_key_file is not None
 
 
 def _gateways(live: RunningDeployment) -> list[str]:

@@ -133,6 +133,10 @@ class GatewaySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether the gateway may listen on more than loopback without API keys and TLS, and whether
     kvds may register without a member key. Then every process that reaches it can use the
     deployment and join it."""
+    console: bool = False
+    """Whether the gateway serves its console, a page for browsers, at `/`. It shows what
+    `/prfaas/v1/state` has, after a login with the operator key, and needs that key where there are
+    API keys ([console.md](console.md))."""
     plans: bool = True
     """Whether this gateway runs the long-term loop. Exactly one gateway of a fleet does."""
     advise: bool = False

@@ -21,7 +21,7 @@ from prfaas.config import Deployment
 from prfaas.demo.shared import RelayReader
 from prfaas.demo.small_case import Array, first_tokens_s
 from prfaas.engine.emulated.pace import Scales
-from prfaas.gateway.api.app import CLUSTER_HEADER
+from prfaas.gateway.generation import CLUSTER_HEADER
 from prfaas.launch.commands import EngineSpec, relayed_links
 from prfaas.launch.deployment import RunningHosts, launched_gateway
 from prfaas.launch.preparation import LaunchOptions, prepare_launch

@@ -19,10 +19,10 @@ from prfaas.cache.hashing import PromptHashes
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.config import Deployment
 from prfaas.config.address import parse_peer_url
-from prfaas.contracts.forms import choose_compat
 from prfaas.contracts.gateway_api import GatewayReport
 from prfaas.contracts.kvd_api import Heartbeat
 from prfaas.errors import InputError, RequestError
+from prfaas.gateway.console.scenes import GatewayScenes
 from prfaas.gateway.decision_log import DecisionLog
 from prfaas.gateway.dispatch.attempts import RetryBudget
 from prfaas.gateway.dispatch.background_calls import BackgroundCalls
@@ -46,7 +46,7 @@ from prfaas.gateway.planning.role_changes import RoleChanges
 from prfaas.gateway.request import GatewayRequest, RequestTrace, Upstream
 from prfaas.gateway.router import Router
 from prfaas.gateway.short_term_loop import run_short_term_loop
-from prfaas.gateway.status import GatewayStatus, explanation_json
+from prfaas.gateway.status import GatewayStatus
 from prfaas.gateway.tenants import Tenants
 from prfaas.http_client.client import open_client
 from prfaas.lateness import BEAT_S, Lateness
@@ -57,7 +57,7 @@ from prfaas.scheduler.homes.round_trips import round_trips
 from prfaas.security.shared_key import SharedKey
 from prfaas.security.tls import TlsIdentity
 from prfaas.supervision import repeat
-from prfaas.types import ClusterId, Form, NodeId
+from prfaas.types import ClusterId
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +86,10 @@ class GatewayBackend:
         clock: Clock,
         drains: Drains,
         report: Callable[[int], GatewayReport] | None,
+        scenes: GatewayScenes,
     ) -> None:
         """`report`: what the other gateways are told; None: there are none."""
+        self.scenes = scenes
         self.fleet = fleet
         self.router = router
         self.dispatcher = dispatcher
@@ -108,15 +110,7 @@ class GatewayBackend:
         prompt = PromptHashes(request.token_ids.array, salt=request.salt, adapter=request.adapter)
         routed = routed_request(request, 0, self._clock.now())
         home = self._homes.of(request, prompt, take=False)
-        return explanation_json(self.router.explain(routed, prompt, home), self._form_between)
-
-    def _form_between(self, prefill: NodeId, decode: NodeId) -> Form | None:
-        """None: the nodes cannot hand over, or no hand-off is needed."""
-        one, other = self.fleet.members.named(prefill), self.fleet.members.named(decode)
-        if one is None or other is None or one is other:
-            return None
-        compat = choose_compat(one.compats, other.compats)
-        return None if compat is None else compat.form
+        return self.scenes.describe(self.router.explain(routed, prompt, home))
 
     def unready_reason(self) -> str:
         return self._status.unready_reason()
@@ -251,12 +245,15 @@ async def running(
         dispatcher = Dispatcher(router, hand_offs, budget, traffic, homes, clock)
         gateways = None if federation is None else partial(federation.state, among)
         status = GatewayStatus(fleet, router, planning, budget, copies, clock, traffic, gateways)
+        scenes = GatewayScenes(
+            fleet, router, status, copies, lambda: dispatcher.in_flight, clock, gateways
+        )
         admission = Admission(
             options.member_key, strangers, timeouts.kvd_call_s, has_tls=options.tls is not None
         )
         try:
             yield GatewayBackend(
-                fleet, router, dispatcher, poller, admission, status, clock, drains, report
+                fleet, router, dispatcher, poller, admission, status, clock, drains, report, scenes
             )
         finally:
             await dispatcher.end(timeouts.cancel_s)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from prfaas.cache.hashing import PromptHashes
 from prfaas.gateway.fleet.booking import Booking
+from prfaas.scheduler.explain import Explanation
 from prfaas.scheduler.request import Request
 from prfaas.types import ClusterId, NodeId
 
@@ -24,6 +25,10 @@ class PlacementRequest:
     tenant: str = ""
     home: ClusterId = ClusterId("")  # the PD cluster at which the request has arrived
     waits_for: ClusterId | None = None  # the cluster in whose queue the request is or was last
+    explains: bool = False  # its route is to be explained, whatever the rate of explanations
+    # Recorded when the request is placed, where the gateway has a console.
+    explanation: Explanation | None = None
+    stateless_tokens: int = 0  # see `RequestTrace`
 
     @property
     def queue(self) -> str:

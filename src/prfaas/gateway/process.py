@@ -15,7 +15,7 @@ from aiohttp import web
 
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.config import Deployment
-from prfaas.gateway.api.app import GatewayApi, Limits, ServedModel
+from prfaas.gateway.api.app import GatewayApi, ServedModel
 from prfaas.gateway.api.body_limits import BodyReader
 from prfaas.gateway.api.credentials import GatewayCredentials
 from prfaas.gateway.api.loop_lag import measure_lag
@@ -26,6 +26,12 @@ from prfaas.gateway.api.request_preparation import RequestPreparer
 from prfaas.gateway.backend import BackendOptions, running
 from prfaas.gateway.body_workers.messages import WorkerSettings
 from prfaas.gateway.body_workers.pool import JOB_S, BodyWorkers, body_workers, memory_bound
+from prfaas.gateway.console.access import ConsoleAccess
+from prfaas.gateway.console.feed import Feed
+from prfaas.gateway.console.paths import ConsolePaths
+from prfaas.gateway.console.recent import RecentRequests
+from prfaas.gateway.console.scenes import SceneSource
+from prfaas.gateway.generation import Limits
 from prfaas.gateway.request import Backend
 from prfaas.gateway.tenants import Tenants
 from prfaas.listening import listen, service_url
@@ -78,8 +84,9 @@ async def run_gateway(
     reload_on_hangup([options.credentials, options.backend.member_key, options.tls])
     with listen(deployment.gateway.host, deployment.gateway.port) as listening:
         async with running(deployment, problem, options.backend, clock, tenants) as backend:
+            scenes = backend.scenes if deployment.gateway.console else None
             async with serving(
-                deployment, backend, options, clock, listening, stopping, tenants
+                deployment, backend, options, clock, listening, stopping, tenants, scenes
             ) as url:
                 # The garbage collector skips objects that live as long as the process: every stream
                 # would wait for the 50 ms that a scan takes.
@@ -98,15 +105,23 @@ async def serving(
     listening: socket.socket,
     stopping: Stopping | None = None,
     tenants: Tenants | None = None,
+    scenes: SceneSource | None = None,
 ) -> AsyncIterator[str]:
-    """Serves the API over any backend; yields its URL. `tenants` is also the backend's."""
+    """Serves the API over any backend; yields its URL. `tenants` is also the backend's. `scenes`:
+    what the console shows; None: there is no console."""
     section, max_tokens = deployment.gateway, deployment.model.max_tokens
+    recent = None if scenes is None else RecentRequests(clock)
     metrics = ApiMetrics()
     metrics.include(backend.metrics)
     async with AsyncExitStack() as stack:
         workers = await stack.enter_async_context(_body_workers(deployment, options, metrics))
         threads = stack.enter_context(
             ThreadPoolExecutor(THREADS, thread_name_prefix="prfaas-tokenising")
+        )
+        body_reader = BodyReader(
+            each_bytes=int(section.max_body_mb * _MB),
+            all_bytes=int(section.max_bodies_mb * _MB),
+            patience_s=section.timeouts.body_s,
         )
         api = GatewayApi(
             ServedModel(deployment.model.name, max_tokens),
@@ -117,18 +132,23 @@ async def serving(
                 workers,
             ),
             options.credentials,
-            BodyReader(
-                each_bytes=int(section.max_body_mb * _MB),
-                all_bytes=int(section.max_bodies_mb * _MB),
-                patience_s=section.timeouts.body_s,
-            ),
+            body_reader,
             Limits(
                 tenants or Tenants(section, lambda: options.credentials.tenants),
                 section.timeouts.stall_s,
             ),
-            RequestLog(metrics, clock),
+            RequestLog(metrics, clock, recent),
         )
-        app = api.application()
+        console: ConsolePaths | None = None
+        if scenes is not None and recent is not None:
+            port = listening.getsockname()[1]
+            access = ConsoleAccess(
+                options.credentials, clock, section.host, port, tls=options.tls is not None
+            )
+            feed = Feed(scenes, recent, clock, access.describe)
+            await stack.enter_async_context(feed.running())
+            console = ConsolePaths(access, feed, recent, scenes, api.generation, body_reader)
+        app = api.application(console)
         log_malformed_requests_briefly()
         add_probes(app, "gateway", stopping or Stopping(), backend.unready_reason)
         runner = web.AppRunner(

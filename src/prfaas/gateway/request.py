@@ -17,6 +17,7 @@ from prometheus_client.core import Metric
 from prfaas.contracts.gateway_api import GatewayReport
 from prfaas.contracts.kvd_api import Heartbeat
 from prfaas.gateway.client.token_ids import TokenIds
+from prfaas.scheduler.explain import Explanation
 from prfaas.types import Form
 
 
@@ -61,9 +62,16 @@ class RequestTrace:
     # Times on the gateway's clock; None: the request did not get that far.
     routed_s: float | None = None
     granted_s: float | None = None
+    prefilled_s: float | None = None  # the prefill node of a hand-off has answered
     committed_s: float | None = None
     first_token_s: float | None = None
     failures: list[str] = field(default_factory=list)  # of failed attempts, one line each
+    explains: bool = False  # the route is explained, whatever the rate of explanations
+    # Of the latest attempt, with all alternatives as they were then. None: it was not recorded.
+    explanation: Explanation | None = None
+    # Tokens whose blocks some node has, but without a state to resume from. Counted where the
+    # gateway has a console.
+    stateless_tokens: int = 0
 
     def summarise(self, traces: Sequence[RequestTrace]) -> None:
         """Makes this the trace of a list of prompts: sums, and what all of them have in common."""

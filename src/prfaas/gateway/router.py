@@ -8,10 +8,11 @@ other parts.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from prfaas.cache.hashing import PromptHashes
+from prfaas.cache.index import NodeMatch
 from prfaas.clock import Clock
 from prfaas.config.deployment import SchedulerSection
 from prfaas.config.gateway import DEFAULTS, GatewaySection
@@ -29,6 +30,7 @@ from prfaas.gateway.tenants import Tenants
 from prfaas.scheduler.explain import Explanation
 from prfaas.scheduler.plan import Plan
 from prfaas.scheduler.request import Request, local_only_reason
+from prfaas.scheduler.sets import Choice
 from prfaas.scheduler.short_term import has_room_at
 from prfaas.scheduler.state import ShortTermState
 from prfaas.scheduler.view import LinkId
@@ -60,6 +62,8 @@ class Router:
         self._limits = limits
         self._shares: FairAccess | None = None
         self._serving_homes = fleet.homes
+        # Set by a console: whether the route of the next request is to be explained.
+        self.wants_explanation: Callable[[], bool] | None = None
         fleet.call_on_change(self.retry_waiting)
 
     @property
@@ -177,6 +181,14 @@ class Router:
         if hold is not None:
             return hold
         manager.observe(placement.prompt, match, now)
+        if self.wants_explanation is not None:
+            placement.stateless_tokens = match.lost_tokens
+            if placement.explains or self.wants_explanation():
+                taken = choice._replace(taken=found)
+                # A console must not fail a request.
+                self._fleet.failures.contain(
+                    "console", partial(self._record_explanation, placement, taken, cached)
+                )
         on_prefill_end = partial(self._on_prefill_end, found.prefill)
         placement.booking = self._fleet.book(found, request.prompt_tokens, on_prefill_end)
         weight = 1.0
@@ -184,6 +196,11 @@ class Router:
             weight = self._shares.record(placement, found, now)
         self.waiting_room.record_dispatch(found.cluster, found.prefill_s / weight, placement.queue)
         return None
+
+    def _record_explanation(
+        self, placement: PlacementRequest, choice: Choice, cached: Mapping[NodeId, NodeMatch]
+    ) -> None:
+        placement.explanation = self._decisions.explain_choice(choice, placement.request, cached)
 
     def close(self, booking: Booking) -> None:
         """The attempt is over. What it held is free for the requests that wait."""

@@ -204,14 +204,14 @@ class GatewayStatus:
             "format": None if member.compat is None else msgspec.to_builtins(member.compat),
             "incompatible": [] if (why := fleet.members.formats.problem(member)) is None else [why],
             "problems": dict(member.problems),
-            "not_used": self._why_not_used(member, now_s),
+            "not_used": self.why_not_used(member, now_s),
         }
         if member.node is not None and member.node in fleet.board:
             seen = fleet.board.node(member.node)
             wait_s = seen.free_at_s - now_s
             found |= {
                 "role": seen.role,
-                "becomes": self._next_role(member.node),
+                "becomes": self.next_role(member.node),
                 "in_use": seen.usable,
                 "draining": fleet.roles.is_draining(member.node) or member.leaving,
                 "queued": seen.queued,
@@ -234,7 +234,7 @@ class GatewayStatus:
         roles = {str(node): self._fleet.board.node(node).role for node in sorted(nodes)}
         return {"format": msgspec.to_builtins(found), "nodes": roles}
 
-    def _why_not_used(self, member: Member, now_s: float) -> str | None:
+    def why_not_used(self, member: Member, now_s: float) -> str | None:
         """Why the member gets no requests, in words; None: it does."""
         fleet, node = self._fleet, member.node
         if member.has_duplicate_name:
@@ -260,7 +260,7 @@ class GatewayStatus:
             return "it finishes its requests before it changes its role"
         return "it has no role yet"
 
-    def _next_role(self, node: NodeId) -> str | None:
+    def next_role(self, node: NodeId) -> str | None:
         """The node's role in the plan, where it differs from its role now."""
         plans = self._router.plans.values()
         wanted = next((plan.roles[node] for plan in plans if node in plan.roles), None)

@@ -55,7 +55,15 @@ class SharedKey:
         offered = bearer_token(authorization)
         if offered is None:
             return False
+        return self.recognise(offered) is not None
+
+    def recognise(self, offered: str) -> bytes | None:
+        """The digest of the key that equals `offered`; None: no key does."""
         found = digest(offered)
+        return found if self.has_digest(found) else None
+
+    def has_digest(self, found: bytes) -> bool:
+        """Whether one of the keys has this digest."""
         # Each key is compared, in constant time: the time of a response reveals nothing.
         equal = [hmac.compare_digest(known, found) for known in self._digests]
         return any(equal)

@@ -101,6 +101,11 @@ class GatewayCredentials:
         return self._keyring.locked
 
     @property
+    def operator(self) -> SharedKey | None:
+        """The operator key; None: there is none."""
+        return self._operator
+
+    @property
     def tenants(self) -> frozenset[str]:
         """The tenants that have keys now. Without keys there is one, without a name."""
         return self._keyring.tenants

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -20,10 +20,22 @@ _ERROR_CHARS = 500  # of an error: it may quote the request
 _MOST_FAILURES = 8  # of failed attempts
 
 
+class RequestObserver(Protocol):
+    """Sees every request, such as the console does."""
+
+    def begin(self, record: RequestRecord) -> None:
+        """The request has arrived. Its record is filled in as it proceeds."""
+
+    def end(self, record: RequestRecord, outcome: str, error_text: str, now_s: float) -> None: ...
+
+
 class RequestLog:
-    def __init__(self, metrics: ApiMetrics, clock: Clock) -> None:
+    def __init__(
+        self, metrics: ApiMetrics, clock: Clock, observer: RequestObserver | None = None
+    ) -> None:
         self.metrics = metrics
         self._clock = clock
+        self._observer = observer
 
     def new_trace(self) -> RequestTrace:
         """Of one prompt of a list, which is about to be routed."""
@@ -35,6 +47,8 @@ class RequestLog:
         the exception that leaves it determines the outcome."""
         record = RequestRecord(request_id, path, tenant, RequestTrace(self._clock.now()))
         self.metrics.in_flight.inc()
+        if self._observer is not None:
+            self._observer.begin(record)
         outcome, error_text = "failed", ""  # for every exception that is not handled below
         try:
             yield record
@@ -56,6 +70,8 @@ class RequestLog:
             now_s = self._clock.now()
             self.metrics.in_flight.dec()
             self.metrics.count(record, outcome, now_s)
+            if self._observer is not None:
+                self._observer.end(record, outcome, _shown(error_text), now_s)
             if _LOG.isEnabledFor(logging.INFO):
                 _LOG.info("%s", _line(record, outcome, error_text, now_s))
 

@@ -100,9 +100,16 @@ class Dispatcher:
             attempts = Attempts(self._fleet, self._budget, self._clock, trace)
             while True:
                 placement = PlacementRequest(
-                    routed, prompt, attempts.avoid, tenant=request.tenant, home=home
+                    routed,
+                    prompt,
+                    attempts.avoid,
+                    tenant=request.tenant,
+                    home=home,
+                    explains=trace.explains,
                 )
                 booking = await self._router.place(placement, attempts.time_left_s())
+                trace.explanation = placement.explanation
+                trace.stateless_tokens = placement.stateless_tokens
                 async with AsyncExitStack() as stack:
                     stack.callback(self._router.close, booking)
                     try:
@@ -167,7 +174,7 @@ class Dispatcher:
         route = booking.route
         trace.attempts += 1
         trace.routed_s = self._clock.now()
-        trace.granted_s, trace.committed_s, trace.form = None, None, ""
+        trace.granted_s, trace.prefilled_s, trace.committed_s, trace.form = None, None, None, ""
         trace.cluster, trace.prefill, trace.decode = route.cluster, route.prefill, route.decode
         trace.offloaded, trace.reason = route.offloaded, route.reason
         trace.remainder = route.is_remainder

@@ -406,3 +406,4 @@ class HandOff:
             self._route, tokens, cached, sent_s, beside_others=beside
         )
         trace.waited_s = began_s - trace.arrived_s
+        trace.prefilled_s = self._clock.now()

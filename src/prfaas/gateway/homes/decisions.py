@@ -81,12 +81,15 @@ class Decisions:
         self, placement: PlacementRequest, cached: Mapping[NodeId, NodeMatch]
     ) -> Explanation | None:
         choice = self.choose(placement, cached, fair=False)
-        if choice is None:
-            return None
+        return None if choice is None else self.explain_choice(choice, placement.request, cached)
+
+    def explain_choice(
+        self, choice: Choice, request: Request, cached: Mapping[NodeId, NodeMatch]
+    ) -> Explanation:
+        """Explains a decision, before the board changes."""
         decided = choice.view.local.cluster
         views = self._by_set(self.view(decided, cached))
-        plan, state = self.plans[decided], self.states[decided]
-        return explain(choice, views, placement.request, plan, state)
+        return explain(choice, views, request, self.plans[decided], self.states[decided])
 
     def adjust(self) -> None:
         """Adjusts the state of every PD cluster to the fleet's latest reports."""
