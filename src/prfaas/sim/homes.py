@@ -130,6 +130,10 @@ class SimHomes:
             view = board.view(now_s, NOTHING_CACHED, held, name)
             self._states[name] = adjust(state, view, now_s)
 
+    def threshold_factor(self, home: ClusterId) -> float:
+        """By which the short-term loop has raised the threshold of the home's plan."""
+        return self._states[home].threshold_factor
+
     def link_state(self, link_id: LinkId) -> LinkState | None:
         source, target = link_id
         home = target if target in self._states else source
