@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from prfaas.planner.network.problem import NetworkProblem
 from prfaas.scheduler.board import Board
+from prfaas.scheduler.explain import Explanation, explain
 from prfaas.scheduler.homes.elsewhere import HomeContext, route_from
 from prfaas.scheduler.homes.fair_shares import (
     SharedCluster,
@@ -22,6 +23,7 @@ from prfaas.scheduler.homes.plans import first_plans, home_name
 from prfaas.scheduler.lookup.prefixes import NOTHING_CACHED, CachedPrefixes
 from prfaas.scheduler.plan import Plan
 from prfaas.scheduler.request import Request, Route
+from prfaas.scheduler.sets import Choice
 from prfaas.scheduler.short_term import adjust, has_room_at, route
 from prfaas.scheduler.state import LinkState, ShortTermState
 from prfaas.scheduler.view import LinkId
@@ -108,6 +110,22 @@ class SimHomes:
             queue_s=self._rules.adaptive.queue_s,
         )
         return found if hold is None else hold
+
+    def explain(
+        self,
+        request: Request,
+        home: ClusterId,
+        board: Board,
+        cached: CachedPrefixes,
+        room: WaitingRoom[int],
+        now_s: float,
+        taken: Route,
+    ) -> Explanation:
+        """What the home compared when it chose the route: before the board has the dispatch."""
+        held = room.work if len(self.names) == 1 else room.work_before(home)
+        view = board.view(now_s, cached, held, home)
+        choice = Choice(taken, view, alone=False)
+        return explain(choice, [view], request, self.plans[home], self._states[home])
 
     def record_dispatch(
         self, taken: Route, home: ClusterId, room: WaitingRoom[int], now_s: float

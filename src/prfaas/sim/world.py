@@ -215,10 +215,10 @@ class World:
         costs = self.costs[decision.decode_cluster]
         kv_bytes = float(costs.handoff_bytes(prompt_tokens, prompt_tokens))
         attempt = Attempt(index, decision, kv_bytes)
+        if self.recorder is not None:
+            self.recorder.record_dispatch(request, home, cached, decision)
         self.board.record_dispatch(decision, kv_bytes, now)
         self.homes.record_dispatch(decision, home, room, now)
-        if self.recorder is not None:
-            self.recorder.record_dispatch(index, decision, cached)
         self.nodes[decision.prefill].prefills[attempt] = None
         decode = self.nodes[decision.decode]
         decode.decodes[attempt] = None

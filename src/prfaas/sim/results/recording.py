@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
+from prfaas.scheduler.explain import Explanation
 from prfaas.scheduler.lookup.prefixes import CachedPrefixes
 from prfaas.scheduler.plan import Role
-from prfaas.scheduler.request import Route
+from prfaas.scheduler.request import Request, Route
 from prfaas.scheduler.state import LinkState
 from prfaas.scheduler.view import LinkId
 from prfaas.types import ClusterId, LinkStats, NodeId
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 RouteKind: TypeAlias = Literal["none", "local", "remote", "remainder"]
 ROUTE_KINDS: tuple[RouteKind, ...] = ("none", "local", "remote", "remainder")
+
+MOST_EXPLAINED = 2_000  # requests
 
 # A run lasts longer than its arrivals. With fewer moments than allowed while requests arrive, most
 # runs end before the recording is full.
@@ -85,6 +88,8 @@ class Routes:
     # Tokens whose blocks a node has, but without the recurrent state to resume from.
     stateless_tokens: Sequence[int]
     reasons: tuple[str, ...]
+    # What the router compared for some of the requests, evenly spaced, by their row.
+    explanations: Mapping[int, Explanation]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,6 +110,8 @@ class Recorder:
         self._numbers = {name: number for number, name in enumerate(world.nodes)}
         self._moments: list[Moment] = []
         self._role_changes: list[RoleChange] = []
+        self._explain_every = -(-arrivals // MOST_EXPLAINED)
+        self._explanations: dict[int, Explanation] = {}
         self._reasons = {"": 0}
         self._kind = bytearray(arrivals)
         self._prefill = array("i", [-1]) * arrivals
@@ -113,7 +120,15 @@ class Recorder:
         self._nbytes = array("q", [0]) * arrivals
         self._stateless = array("q", [0]) * arrivals
 
-    def record_dispatch(self, index: int, route: Route, cached: CachedPrefixes) -> None:
+    def record_dispatch(
+        self, request: Request, home: ClusterId, cached: CachedPrefixes, route: Route
+    ) -> None:
+        """Before the board has the dispatch."""
+        index, world = request.id, self._world
+        if index % self._explain_every == 0:
+            self._explanations[index] = world.homes.explain(
+                request, home, world.board, cached, world.waiting_room, world.events.now_s, route
+            )
         kind: RouteKind = "remote" if route.offloaded else "local"
         self._kind[index] = ROUTE_KINDS.index("remainder" if route.is_remainder else kind)
         self._prefill[index] = self._numbers[route.prefill]
@@ -163,6 +178,7 @@ class Recorder:
                 reason=self._reason,
                 stateless_tokens=self._stateless,
                 reasons=tuple(self._reasons),
+                explanations=self._explanations,
             ),
         )
 
