@@ -19,7 +19,7 @@ ROWS = [
     },
     {"estimator", "planner", "advisor", "scheduler", "cache", "security", "device"},
     {"transport", "engine", "http_client", "wan"},
-    {"gateway", "kvd", "node", "sim", "integrations", "testing", "measure"},
+    {"gateway", "kvd", "node", "sim", "integrations", "testing", "measure", "console"},
     {"studies"},
     {"launch"},
     {"faults"},
@@ -48,6 +48,8 @@ WITHIN_ROW = {
     ("integrations", "kvd"),
     ("testing", "kvd"),  # its messages: a gate stands between an engine and its kvd
     ("measure", "sim"),  # the arrivals: what is offered is what is simulated
+    ("gateway", "console"),  # the scene and the pages
+    ("console", "sim"),  # the results that a report shows
     ("text", "errors"),
     ("text", "config"),  # the reader of files
     ("listening", "errors"),

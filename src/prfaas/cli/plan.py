@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
+from rich.table import Table
 
+from prfaas.cli.html_page import check_html, write_html
 from prfaas.config import Deployment, parse_deployment
 from prfaas.config.strict import parse_toml, read_text
+from prfaas.console.plan_curves import stage_curves, sweep_curve, total_rate_curves
+from prfaas.console.plan_report import PlanTexts, as_network_plan, plan_report
 from prfaas.display.console import console, print_json, with_progress
-from prfaas.display.flow_tables import network_tables
+from prfaas.display.flow_tables import (
+    baselines_line,
+    clusters_table,
+    gains_table,
+    network_tables,
+)
+from prfaas.display.flow_tables import notes as network_notes
 from prfaas.display.gain_map_table import gain_map_notes, gain_map_tables
 from prfaas.display.plan_tables import (
     comparison_table,
@@ -20,6 +31,7 @@ from prfaas.display.plan_tables import (
     sweep_table,
     verdict,
 )
+from prfaas.display.text_tables import plain, sentences, text_table
 from prfaas.errors import InputError
 from prfaas.planner.curves import Reading
 from prfaas.planner.report import (
@@ -28,6 +40,7 @@ from prfaas.planner.report import (
     estimated_times,
     estimates_as_dict,
 )
+from prfaas.scheduler.homes.plans import as_network
 from prfaas.studies.gain_map import deployment_map
 from prfaas.studies.network_plans import NetworkStudy
 from prfaas.studies.plan_comparison import compare, read_published
@@ -70,6 +83,11 @@ from prfaas.studies.sweep import run_sweep
 @click.option(
     "--plot", type=click.Path(path_type=Path, file_okay=False), help="Folder to write plots to."
 )
+@click.option(
+    "--html",
+    type=click.Path(path_type=Path),
+    help="File to write a page to that shows the plan in a browser. It needs no other file.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def plan(
     deployment: Path,
@@ -79,6 +97,7 @@ def plan(
     published: Path | None,
     with_map: bool,
     plot: Path | None,
+    html: Path | None,
     as_json: bool,
 ) -> None:
     """Find the best threshold and split of DEPLOYMENT.toml and compare them with three baselines.
@@ -102,7 +121,7 @@ def plan(
       prfaas plan configs/case_study.toml
       prfaas plan configs/case_study.toml --reading exact --load 2.5
       prfaas plan configs/case_study.toml --map
-      prfaas plan configs/two_by_two.toml
+      prfaas plan configs/two_by_two.toml --html plan.html
       prfaas plan configs/case_study.toml --sweep links.0.gbps=5,8,10,100 --plot out/
     """
     if load is not None:
@@ -116,6 +135,8 @@ def plan(
             raise InputError(
                 f"{load} is not a rate of requests", where="--load", fix="give a positive number"
             )
+    if html is not None:
+        check_html(html)
     raw = parse_toml(read_text(deployment), deployment)
     parsed = parse_deployment(raw, deployment)
     if len(parsed.of_kind("pd")) > 1:
@@ -128,7 +149,7 @@ def plan(
                     where=flag,
                     fix="remove it",
                 )
-        _plan_several(NetworkStudy(deployment, reading), parsed, as_json)
+        _plan_several(NetworkStudy(deployment, reading), parsed, html, as_json)
         return
     study = Study(deployment, reading)
     result = study.plan(parsed, load)
@@ -144,6 +165,28 @@ def plan(
         from prfaas.display.plan_plots import plan_plots
 
         written = plan_plots(plot, study, parsed, result, sweep, points)
+    tables = [plan_table(result, parsed, study.catalog(parsed), ranges)]
+    if published:
+        tables.append(comparison_table(against, published))
+    if sweep:
+        tables.append(sweep_table(sweep.partition("=")[0], points))
+    if gains is not None:
+        tables += gain_map_tables(gains)
+    remarks = [notes(result)]
+    if estimated:
+        remarks.append(estimate_notes(estimated, ranges, parsed.model.name))
+    if html is not None:
+        problem = study.problem(parsed)
+        curves = study.planner(problem).curves
+        shown = stage_curves(problem, curves, result.prfaas_pd)
+        if sweep:
+            values, plans = [p.value for p in points], [p.plan for p in points]
+            over = sweep_curve(sweep.partition("=")[0], values, plans)
+            shown += [] if over is None else [over]
+        texts = _texts(parsed, verdict(result, ranges), tables, remarks)
+        solved = as_network_plan(problem, curves, result)
+        data = plan_report(texts, as_network(problem), solved, shown)
+        written = [*written, write_html(html, texts.title, data)]
     if as_json:
         report = comparison_as_dict(result) | estimates_as_dict(estimated, ranges)
         if sweep:
@@ -153,36 +196,63 @@ def plan(
         if gains is not None:
             report["map"] = gains.as_dict()
         if plot is not None:
-            report["plots"] = [str(path) for path in written]
+            report["plots"] = [str(path) for path in written if path != html]
+        if html is not None:
+            report["html"] = str(html)
         print_json(report)
         return
     out = console()
-    out.print(plan_table(result, parsed, study.catalog(parsed), ranges))
+    first, *others = tables
+    out.print(first)
     out.print(verdict(result, ranges))
-    if assumed := notes(result):
-        out.print(assumed)
-    if estimated:
-        out.print(estimate_notes(estimated, ranges, parsed.model.name))
-    if published:
-        out.print(comparison_table(against, published))
-    if sweep:
-        out.print(sweep_table(sweep.partition("=")[0], points))
+    for remark in filter(None, remarks):
+        out.print(remark)
+    for table in others:
+        out.print(table)
     if gains is not None:
-        for table in gain_map_tables(gains):
-            out.print(table)
         for line in gain_map_notes(gains):
             out.print(line)
     for path in written:
         out.print(f"wrote {path}")
 
 
-def _plan_several(study: NetworkStudy, deployment: Deployment, as_json: bool) -> None:
+def _plan_several(
+    study: NetworkStudy, deployment: Deployment, html: Path | None, as_json: bool
+) -> None:
     comparison = study.plan_network(deployment)
-    estimated = estimated_in_network(study.network(deployment), study.catalog(deployment))
+    problem = study.network(deployment)
+    estimated = estimated_in_network(problem, study.catalog(deployment))
+    estimates = estimate_notes(estimated, None, deployment.model.name) if estimated else ""
+    if html is not None:
+        plan = comparison.plan
+        shown = total_rate_curves(study.rate_curves(problem, plan, with_progress), plan)
+        # The page has the flows as data.
+        tables = [clusters_table(plan, deployment.model.name), gains_table(comparison)]
+        remarks = [network_notes(comparison, deployment), estimates]
+        texts = _texts(deployment, baselines_line(comparison), tables, remarks)
+        write_html(html, texts.title, plan_report(texts, problem, plan, shown))
     if as_json:
-        print_json(comparison.as_dict() | estimates_as_dict(estimated, None))
+        report = comparison.as_dict() | estimates_as_dict(estimated, None)
+        print_json(report if html is None else report | {"html": str(html)})
         return
     out = console()
     out.print(network_tables(comparison, deployment))
-    if estimated:
-        out.print(estimate_notes(estimated, None, deployment.model.name))
+    if estimates:
+        out.print(estimates)
+    if html is not None:
+        out.print(f"wrote {html}")
+
+
+def _texts(
+    deployment: Deployment, headline: str, tables: Sequence[Table], remarks: Sequence[str]
+) -> PlanTexts:
+    """What the page says, as it is printed."""
+    clusters = [f"{c.gpus} x {c.accelerator} ({c.name})" for c in deployment.clusters]
+    return PlanTexts(
+        title=f"{deployment.model.name} on {', '.join(clusters)}",
+        model=deployment.model.name,
+        policy=deployment.scheduler.policy,
+        headline=plain(headline),
+        tables=[text_table(table) for table in tables],
+        notes=[sentence for remark in remarks for sentence in sentences(remark)],
+    )

@@ -12,9 +12,18 @@ from typing import Any
 
 import click
 
+from prfaas.cli.html_page import check_html, write_html
 from prfaas.config import Deployment, load_deployment
+from prfaas.console.simulation_report import MOST_FRAMES, ReportedRun, simulation_report
 from prfaas.display.console import console, print_json, progress_bar
-from prfaas.display.simulation_tables import cluster_tables, notes, runs_table, saturated_table
+from prfaas.display.simulation_tables import (
+    cluster_tables,
+    notes,
+    runs_table,
+    saturated_table,
+    shortfall,
+)
+from prfaas.display.text_tables import text_table
 from prfaas.errors import InputError
 from prfaas.planner.comparison import DEFAULT_UTILISATION
 from prfaas.planner.network.problem import NetworkProblem
@@ -25,7 +34,7 @@ from prfaas.sim.arrivals import Arrivals, poisson_at_homes, replay
 from prfaas.sim.config import SimConfig
 from prfaas.sim.results.result import Result
 from prfaas.sim.results.service_level import ServiceLevel, idle_service_level
-from prfaas.sim.results.summary import summarise
+from prfaas.sim.results.summary import Summary, summarise
 from prfaas.sim.results.timeline import chrome_trace
 from prfaas.sim.run import simulate as run_simulation
 from prfaas.studies.network_plans import deployment_problem
@@ -106,6 +115,11 @@ class ManyValued(click.Command):
     type=click.Path(path_type=Path),
     help="File to write a Chrome trace of every request to, for ui.perfetto.dev.",
 )
+@click.option(
+    "--html",
+    type=click.Path(path_type=Path),
+    help="File to write a page to that replays the runs in a browser. It needs no other file.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 def simulate(
     deployment: Path,
@@ -119,6 +133,7 @@ def simulate(
     seed: int,
     plot: Path | None,
     timeline: Path | None,
+    html: Path | None,
     as_json: bool,
 ) -> None:
     """Simulate DEPLOYMENT.toml under a trace or random traffic, and compare routing policies.
@@ -140,6 +155,7 @@ def simulate(
       prfaas simulate configs/case_study.toml --baseline homogeneous naive
       prfaas simulate my.toml --policy paper adaptive --trace chat.jsonl.xz --plot out/
       prfaas simulate my.toml --link-trace outage.csv --timeline run.json
+      prfaas simulate my.toml --policy paper adaptive --html report.html
 
     Goodput counts the requests that meet both targets of [slo]: the time per output token, and the
     TTFT. Where the deployment file has no slo.ttft_s, the target of a request's TTFT is 3 times its
@@ -147,9 +163,16 @@ def simulate(
     """
     started = time.perf_counter()
     _check_flags(trace, load, requests, speedup)
+    if html is not None:
+        check_html(html)
     parsed = load_deployment(deployment)
     problem = deployment_problem(deployment, parsed)
-    base = SimConfig(replans=True, timeline=timeline is not None, round_trips=round_trips(parsed))
+    base = SimConfig(
+        replans=True,
+        timeline=timeline is not None,
+        moments=0 if html is None else MOST_FRAMES,
+        round_trips=round_trips(parsed),
+    )
     if trace is not None:
         if isinstance(problem, NetworkProblem):
             raise InputError(
@@ -179,7 +202,14 @@ def simulate(
     service_levels = _service_levels(parsed, cases, arrivals)
     summaries = {name: summarise(result, service_levels[name]) for name, result in results.items()}
     saturated = saturate(deployment, cases, arrivals, service_levels) if others else []
+    source = "Poisson arrivals" if trace is None else trace.name
+    title = f"{parsed.model.name}, {source}, {arrivals.mean_rps:.2f} requests/s"
     written = _write(results, plot, timeline)
+    if html is not None:
+        runs = _reported_runs(cases, results, summaries)
+        tables = [text_table(saturated_table(saturated))] if saturated else []
+        report_data = simulation_report(title, parsed.model.name, runs, tables)
+        written.append(write_html(html, title, report_data))
     wall_s = time.perf_counter() - started
     if as_json:
         report: dict[str, Any] = {
@@ -192,8 +222,6 @@ def simulate(
         print_json({**report, "wall_s": wall_s})
         return
     out = console()
-    source = "Poisson arrivals" if trace is None else trace.name
-    title = f"{parsed.model.name}, {source}, {arrivals.mean_rps:.2f} requests/s"
     out.print(runs_table(summaries, title))
     for name, summary in summaries.items():
         for table in cluster_tables(name, summary):
@@ -250,6 +278,26 @@ def _check_flags(
             raise InputError(f"{value} is out of range", where=flag, fix="give a positive number")
     if requests is not None and requests < 2:
         raise InputError(f"{requests} is too few", where="--requests", fix="give at least 2")
+
+
+def _reported_runs(
+    cases: Mapping[str, Case], results: Mapping[str, Result], summaries: Mapping[str, Summary]
+) -> list[ReportedRun]:
+    figures = text_table(runs_table(summaries, ""))
+    runs = []
+    for column, (name, summary) in enumerate(summaries.items(), start=1):
+        problem = shortfall(summary)
+        runs.append(
+            ReportedRun(
+                name=figures.columns[column],
+                config=cases[name].config,
+                result=results[name],
+                summary=[(row[0], row[column]) for row in figures.rows],
+                tables=[text_table(table) for table in cluster_tables(name, summary)],
+                notes=[] if problem is None else [problem],
+            )
+        )
+    return runs
 
 
 def _write(results: Mapping[str, Result], plot: Path | None, timeline: Path | None) -> list[Path]:

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from prfaas.config import Deployment
 from prfaas.planner.network.comparison import NetworkComparison
-from prfaas.planner.network.plan import Binding, Flow, NetworkPlan
+from prfaas.planner.network.plan import Flow, NetworkPlan
 from prfaas.planner.network.sensitivity import Gain
 
 # Rows of the table of additions; the others are smaller, and --json has them all.
@@ -104,7 +104,7 @@ def gains_table(comparison: NetworkComparison) -> Table:
 def binding_line(plan: NetworkPlan) -> str:
     if not plan.binding:  # a search that was cut short
         return "No resource is used completely."
-    return "Limited by: " + "; ".join(escape(_limit(binding)) for binding in plan.binding) + "."
+    return "Limited by: " + "; ".join(escape(binding.in_words) for binding in plan.binding) + "."
 
 
 def baselines_line(comparison: NetworkComparison) -> str:
@@ -149,13 +149,6 @@ def _flow_cell(flow: Flow | None) -> str:
         return "no link"
     used = f"{flow.bps / 1e9:.1f} of {flow.link_bps / 1e9:g} Gbit/s"
     return f"{flow.rps:.3f} req/s, {used} ({flow.utilisation:.0%})"
-
-
-def _limit(binding: Binding) -> str:
-    if binding.target is not None:
-        return f"the link {binding.cluster} -> {binding.target}"
-    words = {"PD-D decode": "decode", "PD-P prefill": "local prefill", "PrfaaS prefill": "prefill"}
-    return f"{words[binding.stage]} at {binding.cluster}"
 
 
 def _place(gain: Gain) -> str:

@@ -16,9 +16,9 @@ from prfaas.kvspec import KVSpec
 from prfaas.planner.comparison import DeploymentComparison, Planner
 from prfaas.planner.equations import eq1_kv_throughput_bps
 from prfaas.planner.instance_times import prefill_profile
-from prfaas.planner.optimise import Choice, Producers, stage_rates
 from prfaas.planner.problem import Problem
 from prfaas.planner.profile import PrefillProfile
+from prfaas.planner.shown_curves import split_curve, threshold_curve
 from prfaas.studies.gain_map import deployment_map
 from prfaas.studies.problem_files import Study
 from prfaas.studies.sweep import SweepPoint
@@ -90,14 +90,12 @@ def _figure_5a(
     folder: Path, planner: Planner, problem: Problem, plan: DeploymentComparison
 ) -> Path:
     """Lambda_max over the split, at the chosen threshold."""
-    row = _chosen_row(planner, plan)
-    splits = np.arange(0, problem.local.pool.instances)
-    at = [stage_rates(problem, planner.curves, Choice(row, int(n))) for n in splits]
-    figure, axes = pyplot.subplots(figsize=(6.4, 4.0))
-    axes.plot(splits, [r.prfaas + r.pd_p for r in at], "-", color=BLUE, label="prefill")
-    axes.plot(splits, [r.pd_d for r in at], "-", color=ORANGE, label="decode")
-    axes.plot(splits, [r.lambda_max for r in at], "o-", color=GREEN, label="Lambda_max")
     best = plan.prfaas_pd
+    curve = split_curve(problem, planner.curves, best)
+    figure, axes = pyplot.subplots(figsize=(6.4, 4.0))
+    axes.plot(curve.n_prefill, curve.prefill_rps, "-", color=BLUE, label="prefill")
+    axes.plot(curve.n_prefill, curve.decode_rps, "-", color=ORANGE, label="decode")
+    axes.plot(curve.n_prefill, curve.lambda_max_rps, "o-", color=GREEN, label="Lambda_max")
     axes.plot(best.n_prefill, best.lambda_max_rps, "*", color=RED, markersize=16)
     axes.set(xlabel="N_p, local prefill instances", ylabel="requests/s")
     axes.set_title(
@@ -113,16 +111,13 @@ def _figure_5b(
 ) -> Path:
     """The two producers' bounds over the threshold, at the chosen split."""
     best = plan.prfaas_pd
-    assert best.threshold_tokens is not None
-    producers = Producers(problem, planner.curves)
-    threshold = planner.curves.cuts.threshold[producers.rows]
-    # The range the paper shows: up to about three times the best threshold.
-    shown = (threshold >= 1) & (threshold <= 3.1 * best.threshold_tokens)
+    curve = threshold_curve(problem, planner.curves, best)
+    assert curve is not None and best.threshold_tokens is not None
+    tokens = curve.threshold_tokens
     figure, axes = pyplot.subplots(figsize=(6.4, 4.0))
-    prfaas, pd_p = producers.prfaas_bound, producers.pd_p_bound(best.n_prefill)
-    axes.plot(threshold[shown], prfaas[shown], color=BLUE, label="Theta_prfaas / p")
-    axes.plot(threshold[shown], pd_p[shown], color=ORANGE, label="Theta_pd-p / (1 - p)")
-    axes.axhline(best.theta.pd_d, color=GREY, linestyle="--", label="Theta_pd-d")
+    axes.plot(tokens, curve.prfaas_rps, color=BLUE, label="Theta_prfaas / p")
+    axes.plot(tokens, curve.pd_p_rps, color=ORANGE, label="Theta_pd-p / (1 - p)")
+    axes.axhline(curve.pd_d_rps, color=GREY, linestyle="--", label="Theta_pd-d")
     axes.plot(best.threshold_tokens, best.lambda_max_rps, "*", color=RED, markersize=16)
     axes.set(xlabel="threshold t (tokens)", ylabel="sustained arrivals (requests/s)")
     axes.set_ylim(0, 3 * best.lambda_max_rps)
@@ -152,11 +147,3 @@ def _sweep(folder: Path, key: str, points: Sequence[SweepPoint]) -> Path:
         bottom.set_xscale("log")
     top.set_title(f"Re-optimised over {key}")
     return save(figure, folder / "sweep.png")
-
-
-def _chosen_row(planner: Planner, plan: DeploymentComparison) -> int:
-    threshold = planner.curves.cuts.threshold
-    best = plan.prfaas_pd
-    if best.threshold_tokens is None:
-        return 0 if best.offload_fraction else len(threshold) - 1
-    return int(np.searchsorted(threshold, best.threshold_tokens, "right") - 1)

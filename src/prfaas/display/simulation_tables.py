@@ -142,19 +142,24 @@ def saturated_table(rows: Sequence[Saturated]) -> Table:
 def notes(runs: Mapping[str, Summary], wall_s: float) -> str:
     lines = []
     for name, run in runs.items():
-        title = TITLES.get(name, name)
-        if run.behind is not None:
-            stage, growth = run.behind.stage, run.behind.growth_s_per_s
-            lines.append(
-                f"{title}: unstable, cannot keep up with this load. {stage} falls behind by "
-                f"{growth:.2f} s of work per second, {growth / (1 + growth):.0%} of what it is "
-                "given; its TTFT grows with the length of the run."
-            )
-        elif not run.stable:
-            lines.append(f"{title}: some requests were never answered.")
+        problem = shortfall(run)
+        if problem is not None:
+            lines.append(f"{TITLES.get(name, name)}: {problem}")
     requests = sum(run.requests for run in runs.values())
     lines.append(f"{requests:,} requests simulated; {wall_s:.1f} s in all.")
     return "\n".join(f"[dim]- {escape(line)}[/dim]" for line in lines)
+
+
+def shortfall(run: Summary) -> str | None:
+    """Why the run is not stable; None: it is."""
+    if run.behind is not None:
+        stage, growth = run.behind.stage, run.behind.growth_s_per_s
+        return (
+            f"unstable, cannot keep up with this load. {stage} falls behind by "
+            f"{growth:.2f} s of work per second, {growth / (1 + growth):.0%} of what it is "
+            "given; its TTFT grows with the length of the run."
+        )
+    return None if run.stable else "some requests were never answered."
 
 
 def _cell(value: Any, spec: str) -> str:

@@ -80,6 +80,8 @@ class SimConfig:
     round_trips: Mapping[LinkId, float] = field(default_factory=dict)
     sample_s: float = 1.0  # width of a bin of the time series
     timeline: bool = False  # whether the result keeps every span
+    # The most moments at which nodes and links are recorded (`Result.recording`); 0: none.
+    moments: int = 0
 
 
 def node_names(cluster: str, instances: int) -> tuple[NodeId, ...]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from prfaas.planner.network.problem import NetworkProblem
 from prfaas.scheduler.board import Board
+from prfaas.scheduler.explain import Explanation, explain
 from prfaas.scheduler.homes.elsewhere import HomeContext, route_from
 from prfaas.scheduler.homes.fair_shares import (
     SharedCluster,
@@ -22,6 +23,7 @@ from prfaas.scheduler.homes.plans import first_plans, home_name
 from prfaas.scheduler.lookup.prefixes import NOTHING_CACHED, CachedPrefixes
 from prfaas.scheduler.plan import Plan
 from prfaas.scheduler.request import Request, Route
+from prfaas.scheduler.sets import Choice
 from prfaas.scheduler.short_term import adjust, has_room_at, route
 from prfaas.scheduler.state import LinkState, ShortTermState
 from prfaas.scheduler.view import LinkId
@@ -109,6 +111,22 @@ class SimHomes:
         )
         return found if hold is None else hold
 
+    def explain(
+        self,
+        request: Request,
+        home: ClusterId,
+        board: Board,
+        cached: CachedPrefixes,
+        room: WaitingRoom[int],
+        now_s: float,
+        taken: Route,
+    ) -> Explanation:
+        """What the home compared when it chose the route: before the board has the dispatch."""
+        held = room.work if len(self.names) == 1 else room.work_before(home)
+        view = board.view(now_s, cached, held, home)
+        choice = Choice(taken, view, alone=False)
+        return explain(choice, [view], request, self.plans[home], self._states[home])
+
     def record_dispatch(
         self, taken: Route, home: ClusterId, room: WaitingRoom[int], now_s: float
     ) -> None:
@@ -129,6 +147,10 @@ class SimHomes:
         for name, state in self._states.items():
             view = board.view(now_s, NOTHING_CACHED, held, name)
             self._states[name] = adjust(state, view, now_s)
+
+    def threshold_factor(self, home: ClusterId) -> float:
+        """By which the short-term loop has raised the threshold of the home's plan."""
+        return self._states[home].threshold_factor
 
     def link_state(self, link_id: LinkId) -> LinkState | None:
         source, target = link_id

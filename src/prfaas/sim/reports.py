@@ -11,6 +11,7 @@ from prfaas.scheduler.board import NodeReport
 from prfaas.scheduler.congestion import LinkVerdict
 from prfaas.scheduler.view import LinkId
 from prfaas.sim.nodes import SimNode
+from prfaas.sim.results.recording import link_reports
 from prfaas.types import LinkStats, NodeId
 
 if TYPE_CHECKING:
@@ -47,11 +48,11 @@ class Reports:
             if node.alive
         ]
         self._changed.clear()
-        stats = []
-        for link_id, link in world.links.items():
-            report = link.report(link_id[1], world.paths[link_id].rtt_s)
-            if not self._is_redundant(link_id, report):
-                stats.append((link_id, report))
+        links = link_reports(world)
+        stats = [(name, link) for name, link in links.items() if not self._is_redundant(name, link)]
+        if world.recorder is not None:
+            # The reports pause now where no request is in flight: so it stays until the next one.
+            world.recorder.take(links, at_once=not world.in_flight)
         world.events.at(now + world.config.report_lag_s, self._deliver, (reports, stats))
         waiting: dict[str, int] = {
             c: n + world.waiting_room.count(c) for c, n in world.prefill_waiting.items()

@@ -10,6 +10,7 @@ from prfaas.planner.problem import Problem
 from prfaas.sim.arrivals import Arrivals
 from prfaas.sim.config import SimConfig
 from prfaas.sim.faults import schedule_changes
+from prfaas.sim.results.recording import link_reports
 from prfaas.sim.results.result import ClusterName, Result
 from prfaas.sim.world import World
 
@@ -32,6 +33,8 @@ def simulate(
     count = len(arrivals)
     every = max(1, count // _PROGRESS_STEPS)
     run_before, arrive = world.events.run_before, world.arrive
+    if world.recorder is not None:
+        world.recorder.take(link_reports(world))
     for index, at_s in enumerate(arrivals.at_s.tolist()):
         run_before(at_s)
         arrive(index)
@@ -61,6 +64,7 @@ def simulate(
         remainder_s=0.0 if world.remainders is None else world.remainders.seconds,
         spans=world.spans,
         window_s=(world.stages.start_s, world.stages.stop_s),
+        recording=None if world.recorder is None else world.recorder.finish(),
     )
 
 

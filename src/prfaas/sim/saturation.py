@@ -27,6 +27,6 @@ def saturated_rps(
     becomes idle early does not raise the rate. The run is without faults."""
     offered_rps = _OVERLOAD * planned_rps(as_network(problem), config.scheduler.policy)
     flooded = arrivals.scaled(offered_rps / arrivals.mean_rps)
-    calm = replace(config, links={}, faults=(), timeline=False)
+    calm = replace(config, links={}, faults=(), timeline=False, moments=0)
     rows = simulate(problem, flooded, calm).requests
     return len(arrivals) / float(np.nanmax(rows.first_token_s) - rows.arrival_s[0])

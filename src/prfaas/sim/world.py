@@ -42,6 +42,7 @@ from prfaas.sim.nodes import Batch, SimNode
 from prfaas.sim.remainders import Remainders
 from prfaas.sim.reports import Reports
 from prfaas.sim.results.meters import QueueSamples, RequestColumns, StageMeter, StageNames
+from prfaas.sim.results.recording import Recorder
 from prfaas.sim.results.result import TimelineSpan
 from prfaas.types import ClusterId, NodeId
 
@@ -160,6 +161,9 @@ class World:
         self.samples = QueueSamples(config.report_interval_s, [c for c, _, _ in members])
         self._uniform = _UniformPrefixes(self.nodes)
         self.reports = Reports(self)
+        self.recorder: Recorder | None = None
+        if config.moments:
+            self.recorder = Recorder(self, len(arrivals), self._times[-1])
         self.count_capacity()
 
     # Arrival --------------------------------------------------------------------------------------
@@ -211,6 +215,8 @@ class World:
         costs = self.costs[decision.decode_cluster]
         kv_bytes = float(costs.handoff_bytes(prompt_tokens, prompt_tokens))
         attempt = Attempt(index, decision, kv_bytes)
+        if self.recorder is not None:
+            self.recorder.record_dispatch(request, home, cached, decision)
         self.board.record_dispatch(decision, kv_bytes, now)
         self.homes.record_dispatch(decision, home, room, now)
         self.nodes[decision.prefill].prefills[attempt] = None
@@ -435,6 +441,8 @@ class World:
             return
         node.role = self.homes.plans[node.cluster].roles[node.name]
         self.board.assign(node.name, node.role, usable=True)
+        if self.recorder is not None:
+            self.recorder.record_role(node)
         self.count_capacity()
 
     # Measurements ---------------------------------------------------------------------------------

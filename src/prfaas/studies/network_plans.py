@@ -9,7 +9,9 @@ from prfaas.config.deployment import Cluster
 from prfaas.errors import InputError
 from prfaas.planner.curves import Reading
 from prfaas.planner.network.comparison import NetworkComparison, compare
+from prfaas.planner.network.plan import NetworkPlan
 from prfaas.planner.network.problem import NetworkProblem, build_network
+from prfaas.planner.network.shown_curves import RateCurve, WithProgress, rate_curves
 from prfaas.planner.network.solve import NetworkPlanner
 from prfaas.planner.problem import Problem
 from prfaas.studies.problem_files import Study
@@ -29,6 +31,12 @@ class NetworkStudy(Study):
             return compare(problem, self._reading, self._network_planner)
         except InputError as error:
             raise error.in_file(self._file) from None
+
+    def rate_curves(
+        self, problem: NetworkProblem, plan: NetworkPlan, with_progress: WithProgress
+    ) -> list[RateCurve]:
+        """The total rate with other thresholds and splits of each PD cluster."""
+        return rate_curves(self._network_planner, problem, plan, with_progress)
 
     @property
     def programmes_solved(self) -> int:

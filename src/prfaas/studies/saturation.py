@@ -47,7 +47,7 @@ def saturate(
     systems = {"prfaas_pd": cases[first]}
     systems |= {name: case for name, case in cases.items() if name in BASELINES}
     systems = {
-        name: Case(case.problem, replace(case.config, replans=False, timeline=False))
+        name: Case(case.problem, replace(case.config, replans=False, timeline=False, moments=0))
         for name, case in systems.items()
     }
     rps = {name: saturated_rps(c.problem, arrivals, c.config) for name, c in systems.items()}

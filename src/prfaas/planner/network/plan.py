@@ -13,6 +13,12 @@ from typing import Literal, TypeAlias
 from prfaas.planner.curves import Reading
 
 Stage: TypeAlias = Literal["PD-D decode", "PD-P prefill", "PrfaaS prefill", "PrfaaS egress"]
+_STAGE_WORDS: dict[Stage, str] = {
+    "PD-D decode": "decode",
+    "PD-P prefill": "local prefill",
+    "PrfaaS prefill": "prefill",
+    "PrfaaS egress": "egress",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +71,12 @@ class Binding:
     stage: Stage
     cluster: str  # of an egress: the sender
     target: str | None = None  # of an egress: the receiver
+
+    @property
+    def in_words(self) -> str:
+        if self.target is not None:
+            return f"the link {self.cluster} -> {self.target}"
+        return f"{_STAGE_WORDS[self.stage]} at {self.cluster}"
 
 
 @dataclass(frozen=True, slots=True)

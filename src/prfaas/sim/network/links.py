@@ -50,6 +50,7 @@ class FluidLink:
     def __init__(self, events: Events, bps: float, bin_s: float) -> None:
         self.bps = bps
         self.carried_bits: list[float] = []  # per bin of `bin_s`
+        self.total_bits = 0.0  # carried since the start
         self._events = events
         self._bin_s = bin_s
         self._clear: list[tuple[float, int, LinkTransfer]] = []  # in ascending order of rates
@@ -67,7 +68,6 @@ class FluidLink:
         self._serial = 0
         self._reported_s = 0.0
         self._reported_bits = 0.0
-        self._total_bits = 0.0
         self._empty_s = events.now_s  # time of the last report without a backlog
 
     # Transfers ------------------------------------------------------------------------------------
@@ -123,8 +123,8 @@ class FluidLink:
         self._advance()
         now = self._events.now_s
         elapsed = now - self._reported_s
-        goodput = (self._total_bits - self._reported_bits) / elapsed if elapsed > 0 else 0.0
-        self._reported_s, self._reported_bits = now, self._total_bits
+        goodput = (self.total_bits - self._reported_bits) / elapsed if elapsed > 0 else 0.0
+        self._reported_s, self._reported_bits = now, self.total_bits
         backlog_bits = self._drain_bits + self._backlogs.total_bits()
         waiting = backlog_bits > self._least_bits
         waited_s = 0.0
@@ -269,7 +269,7 @@ class FluidLink:
         if len(bits) <= last:
             bits.extend([0.0] * (last + 1 - len(bits)))
         rate = self._total_bps
-        self._total_bits += rate * (end_s - start_s)
+        self.total_bits += rate * (end_s - start_s)
         if first == last:
             bits[first] += rate * (end_s - start_s)
             return

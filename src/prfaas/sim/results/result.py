@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from prfaas.scheduler.plan import Plan
 from prfaas.scheduler.view import LinkId
+from prfaas.sim.results.recording import Recording
 
 Array = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
@@ -120,6 +121,7 @@ class Result:
     spans: Sequence[TimelineSpan]  # empty unless the config asked for a timeline
     # The measured window: from the end of the first tenth of arrivals to the last arrival.
     window_s: tuple[float, float]
+    recording: Recording | None = None  # None unless the config asked for one
 
     @property
     def plan_changes(self) -> tuple[PlanChange, ...]:

@@ -47,6 +47,7 @@ def idle_service_level(
         faults=(),
         replans=False,
         timeline=False,
+        moments=0,
     )
     idle_rps = _IDLE_LOAD * planned_rps(as_network(problem), "paper")
     rows = simulate(problem, arrivals.scaled(idle_rps / arrivals.mean_rps), calm).requests
