@@ -80,6 +80,12 @@ class Browser:
 
     def open(self, url: str) -> None:
         self._driver.get(url)
+        self.point_away()
+
+    def point_away(self) -> None:
+        """Moves the pointer into the corner: the table of requests stands still under it."""
+        at_corner = {"type": "mouseMoved", "x": 1, "y": 1}
+        self._driver.execute_cdp_cmd("Input.dispatchMouseEvent", at_corner)
 
     def reload(self) -> None:
         self._driver.refresh()

@@ -23,7 +23,7 @@ from tests.browser.deployment import (
     stand_in_kvd,
 )
 from tests.browser.loop_thread import LoopThread
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 pytestmark = pytest.mark.timeout(600)
 WITHIN_S = 2.0  # of the gateway's own state
@@ -148,6 +148,7 @@ def test_an_offloaded_request_with_its_explanation(
     row = f"[data-request='{outcome.id}']"
     change = page.change(outcome.id, "data-request", outcome.id, after_s=asked_s)
     check_soon(change, logged_s, record_property)
+    page.until("return document.querySelector(arguments[0])?.dataset.outcome === 'completed'", row)
     assert page.one(row).get_attribute("data-route") == "remote"
     page.click(row)
     page.until("return document.querySelector('#details')?.hidden === false")
@@ -263,10 +264,14 @@ def test_it_is_live_without_reloading(page: Browser) -> None:
 
 
 def test_pictures_in_light_and_dark(page: Browser, pictures: Path) -> None:
-    """With a minute of traffic behind it."""
-    wait_until(lambda: len(page.all("[data-request]")) >= 10)
-    for scheme in ("light", "dark"):
-        page.prefer(scheme)
-        page.until("return document.querySelector('main').dataset.drawnAt > 0")
-        name = "console.png" if scheme == "light" else "console-dark.png"
-        page.save_picture(pictures / name)
+    """With a minute of traffic, so that the charts show something."""
+    wait_until(lambda: len(page.all("[data-request]")) >= 20)
+    first_s = page.script("return Number(document.querySelector('main').dataset.drawnAt)")
+    drawn = "return Number(document.querySelector('main').dataset.drawnAt) > arguments[0] + 60"
+    page.until(drawn, first_s, within_s=HANG_S)
+    page.save_picture(pictures / "console.png")
+    page.click("#theme")
+    page.until("return document.documentElement.dataset.theme === 'dark'")
+    page.point_away()
+    page.save_picture(pictures / "console-dark.png")
+    page.script("localStorage.clear()")
