@@ -58,11 +58,12 @@ export class Facts {
   }
 }
 
-/** A table of text: the first column is a heading, the others are numbers. */
-export function textTable({ title, columns, rows }) {
-  const head = columns.map((name) => html("th", { scope: "col" }, name));
+/** A table of text: the first column is a heading, the others are numbers; `current` is marked. */
+export function textTable({ title, columns, rows, current = null }) {
+  const mark = (column) => (column === current ? "current" : null);
+  const head = columns.map((name, column) => html("th", { scope: "col", class: mark(column) }, name));
   const body = rows.map(([first, ...rest]) =>
-    html("tr", {}, html("th", { scope: "row" }, first), rest.map((cell) => html("td", {}, cell))),
+    html("tr", {}, html("th", { scope: "row" }, first), rest.map((cell, index) => html("td", { class: mark(index + 1) }, cell))),
   );
   return html(
     "div",

@@ -80,7 +80,7 @@ function nodeFacts(node, cluster, id) {
 export function linkBody(id, store, page) {
   const facts = new Facts();
   const state = html("p", { class: "link-state" });
-  const chartOf = (given) => new Chart({ formatTime: page.formatTime, ...given });
+  const chartOf = (given) => new Chart({ formatTime: page.formatTime, zone: page.zone ?? null, ...given });
   const rate = chartOf({ id: "link-rate", title: "Rate", format: format.rate });
   const queue = chartOf({ id: "link-queue", title: "Queue", format: format.bytes });
   const title = id.replace(" -> ", " → ");
@@ -99,6 +99,7 @@ export function linkBody(id, store, page) {
       if (link === undefined) return;
       facts.draw(linkFacts(link));
       const { samples, span } = store.history;
+      for (const chart of [rate, queue]) setAttribute(chart.element, "hidden", samples.length < 2);
       const capacity = samples.map((sample) => [sample.at_s, link.capacity_bps || null]);
       const read = (key) => history.direct(samples, (sample) => sample[key][id] ?? null);
       const common = { from: span[0], to: span[1], cursor: page.cursor?.() ?? null };
@@ -170,19 +171,26 @@ export function requestBody(id, store, page) {
 
 function requestParts(request, loaded, page) {
   const first = request.ttft_s === null ? "It has no first token." : `Its first token came after ${format.duration(request.ttft_s)}:`;
+  const failures = loaded?.failures ?? [];
   return [
     html("p", { class: "choice" }, words.routeWords(request)),
-    request.reason ? html("p", { class: "reason" }, html("b", {}, "Why: "), `${request.reason}.`) : null,
     html("p", {}, first),
     request.ttft_s === null ? null : splitWithNumbers(request),
+    html("h3", {}, "Why it went there"),
+    whyParts(request, loaded),
+    html("h3", {}, "The request"),
     new Facts().draw(requestFacts(request, page)),
-    html("h3", {}, "What the router compared"),
-    loaded === null
-      ? html("p", { class: "hint" }, "Loading the explanation.")
-      : explanationView(loaded.explanation, request.prompt_tokens),
-    (loaded?.failures ?? []).length > 0 ? html("h3", {}, "Failures") : null,
-    (loaded?.failures ?? []).map((text) => html("p", { class: "problem" }, text)),
+    failures.length > 0 ? html("h3", {}, "Failures") : null,
+    failures.map((text) => html("p", { class: "problem" }, text)),
   ];
+}
+
+function whyParts(request, loaded) {
+  const reason = request.reason ? html("p", { class: "reason" }, html("b", {}, "Why: "), `${request.reason}.`) : null;
+  if (loaded === null) return [reason, html("p", { class: "hint" }, "The explanation is loading.")];
+  const { explanation } = loaded;
+  // The explanation has the reason, too, where there is one.
+  return [explanation ? null : reason, explanationView(explanation, request.prompt_tokens, false)];
 }
 
 function requestFacts(request, page) {

@@ -11,7 +11,8 @@ const BODIES = { node: nodeBody, link: linkBody, request: requestBody };
 export class Details {
   /**
    * `store`: the scene and the selection. `page`: what the panel needs of its page,
-   * {formatTime, loadRequest(id): Promise<{request, explanation, failures}>}.
+   * {formatTime, loadRequest(id): Promise<{request, explanation, failures}>}, and in a replay
+   * {cursor(): at_s, zone}.
    */
   constructor(store, page) {
     this.store = store;

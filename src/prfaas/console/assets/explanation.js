@@ -16,32 +16,53 @@ export function choiceInWords(chosen) {
   if (chosen.remainder || chosen.prefill === chosen.decode) {
     return `Node ${chosen.decode} of ${chosen.decode_cluster} prefills and decodes it.`;
   }
-  const away = chosen.offloaded ? "another cluster, " : "";
-  return `Node ${chosen.prefill} of ${away}${chosen.cluster} prefills it; node ${chosen.decode} of ${chosen.decode_cluster} decodes it.`;
+  const away = chosen.offloaded ? ", another cluster," : "";
+  return `Node ${chosen.prefill} of ${chosen.cluster}${away} prefills it; node ${chosen.decode} of ${chosen.decode_cluster} decodes it.`;
 }
 
-/** `explanation` as the gateway returns it; `promptTokens` where known. */
-export function explanationView(explanation, promptTokens = null) {
+/** What spoke for the choice, in sentences: the predictions side by side, and the threshold. */
+export function comparisonInWords({ chosen, threshold_tokens, alternatives }, promptTokens) {
+  if (chosen.wait) return [];
+  const said = [];
+  // The alternatives are ordered by their prediction.
+  const taken = alternatives.find((one) => one.node === chosen.prefill);
+  const other = alternatives.find((one) => one.cluster !== chosen.cluster);
+  if (taken !== undefined && other !== undefined) {
+    const [own, others] = [sumOfParts(taken), sumOfParts(other)].map(format.duration);
+    said.push(`Predicted first token: after ${own} this way, after ${others} by way of ${other.cluster}.`);
+  }
+  if (promptTokens !== null && Number.isFinite(threshold_tokens)) {
+    const uncached = promptTokens - chosen.cached_tokens;
+    const side = uncached > threshold_tokens ? "more than" : "at most";
+    said.push(`${format.count(uncached)} of its ${format.count(promptTokens)} tokens are uncached there, ${side} the threshold of ${format.count(Math.round(threshold_tokens))}.`);
+  }
+  return said;
+}
+
+/**
+ * `explanation` as the gateway returns it; `promptTokens` where known. `withChoice`: begin with the
+ * sentence about the choice, which a panel about a finished request has already.
+ */
+export function explanationView(explanation, promptTokens = null, withChoice = true) {
   if (explanation === null || explanation === undefined) {
-    return html("p", { class: "hint", "data-part": "explanation" }, "The gateway has kept no explanation for this request.");
+    return html("p", { class: "hint", "data-part": "explanation" }, "No explanation was kept for this request.");
   }
   const { chosen } = explanation;
+  const alternatives = explanation.alternatives ?? [];
   return html(
     "div",
     { "data-part": "explanation", class: "explanation" },
-    html("p", { class: "choice" }, choiceInWords(chosen)),
+    withChoice ? html("p", { class: "choice" }, choiceInWords(chosen)) : null,
     chosen.wait ? null : html("p", { class: "reason" }, html("b", {}, "Why: "), `${chosen.reason}.`),
-    new Facts().draw(choiceFacts(explanation, promptTokens)),
-    alternativesView(explanation.alternatives ?? [], chosen.prefill ?? null),
+    comparisonInWords({ ...explanation, alternatives }, promptTokens).map((text) => html("p", {}, text)),
+    alternativesView(alternatives, chosen.prefill ?? null),
+    new Facts().draw(choiceFacts(chosen)),
   );
 }
 
-function choiceFacts({ chosen, threshold_tokens }, promptTokens) {
+function choiceFacts(chosen) {
   if (chosen.wait) return [];
-  const uncached = promptTokens === null ? null : promptTokens - chosen.cached_tokens;
   return [
-    ["uncached", uncached === null ? null : `${format.count(uncached)} of ${format.count(promptTokens)} tokens`],
-    ["threshold", threshold_tokens === undefined || threshold_tokens === null ? null : format.tokens(threshold_tokens)],
     ["cached there", `${format.count(chosen.cached_tokens)} tokens`],
     ["handed over", chosen.nbytes > 0 ? `${format.bytes(chosen.nbytes)}${chosen.form ? `, ${chosen.form} form` : ""}` : null],
     ["copies first", chosen.copies?.length > 0 ? format.plural(chosen.copies.length, "cached prefix", "cached prefixes") : null],

@@ -24,6 +24,7 @@ export function cellSize(number) {
 /** The load of a node, 0 to 1. A prefill node is full when its next prefill would wait 10 s. */
 export function loadOf(node) {
   if (node.status === "lost") return 0;
+  if (typeof node.busy === "number") return Math.min(1, node.busy); // of a plan
   if (node.role === "prefill") {
     const waits = Math.min(1, node.wait_s / 10);
     return node.active > 0 ? Math.max(waits, 0.15) : waits;

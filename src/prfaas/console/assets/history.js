@@ -133,19 +133,19 @@ export function meanTtft(part) {
   };
 }
 
-/** `measure` over the window that ends with the sample at `index`, the last one unless given. */
-export function valueAt(samples, measure, index = samples.length - 1) {
+/** `measure` over the window that ends with the sample at `index`. */
+export function valueAt(samples, measure, index, windowSeconds = WINDOW_S) {
   if (index < 1) return null;
   const later = samples[index];
   let first = index - 1;
-  while (first > 0 && samples[first].at_s > later.at_s - WINDOW_S) first -= 1;
+  while (first > 0 && samples[first].at_s > later.at_s - windowSeconds) first -= 1;
   const value = measure(samples[first], later, later.at_s - samples[first].at_s);
   return Number.isFinite(value) ? value : null;
 }
 
 /** The figures of the tiles; each is null where nothing happened in the window. */
-export function figuresAt(samples, index = samples.length - 1) {
-  const at = (measure) => valueAt(samples, measure, index);
+export function figuresAt(samples, index, windowSeconds = WINDOW_S) {
+  const at = (measure) => valueAt(samples, measure, index, windowSeconds);
   const parts = ["wait_s", "prefill_s", "transfer_s", "decode_s"].map((part) => at(meanTtft(part)));
   const rates = ["local", "remote", "failed"].map((route) => at(requestRate(route)));
   return {

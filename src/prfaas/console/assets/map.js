@@ -101,8 +101,8 @@ export class SceneMap {
     );
     box.nodes = new KeyedList(
       box.grid,
-      (node) => this.createNode(node, cluster.name),
-      (button, node) => this.drawNode(button, node, cluster.name),
+      ({ node }) => this.createNode(node, cluster.name),
+      (button, item) => this.drawNode(button, item, cluster.name),
     );
     box.grid.addEventListener("keydown", (event) => moveFocus(event, box.grid));
     // Tab enters a grid at the node that had the focus last.
@@ -121,10 +121,18 @@ export class SceneMap {
     setAttribute(box.grid, "aria-label", `Nodes of ${cluster.name}; arrow keys move between them`);
     setText(box.facts, boxFacts(nodes, cluster));
     setText(box.plan, homeWords(this.scene.homes.get(cluster.name)));
-    box.nodes.draw(nodes, (node) => node.id);
+    this.drawNodes(box, nodes);
     if (box.grid.querySelector('[tabindex="0"]') === null && box.grid.firstElementChild !== null) {
       setTabStop(box.grid, box.grid.firstElementChild);
     }
+  }
+
+  drawNodes(box, nodes) {
+    const isLarge = geometry.cellSize(nodes.length) === "large";
+    const names = nodes.map((node) => node.name);
+    const shown = isLarge ? names : words.shortNames(names);
+    const items = nodes.map((node, index) => ({ node, name: shown[index] }));
+    box.nodes.draw(items, (item) => item.node.id);
   }
 
   createNode(node, cluster) {
@@ -146,11 +154,12 @@ export class SceneMap {
     );
   }
 
-  drawNode(button, node, cluster) {
+  drawNode(button, { node, name: shownName }, cluster) {
     // `applyDelta` shares what has not changed, and most nodes have not.
     const marked = this.isMarked("node", node.id);
-    if (button.drawn === node && button.marked === marked) return;
+    if (button.drawn === node && button.marked === marked && button.shownName === shownName) return;
     button.drawn = node;
+    button.shownName = shownName;
     button.marked = marked;
     const [role, name, load] = button.children;
     setAttributes(button, {
@@ -158,12 +167,13 @@ export class SceneMap {
       "data-status": node.status,
       "data-role": node.role ?? "",
       "data-becomes": node.becomes,
+      "data-memory": node.capacity_bytes > 0,
       "aria-pressed": String(marked),
       "aria-label": words.nodeDescription(node, cluster),
       title: words.nodeDescription(node, cluster),
     });
     setText(role, node.status === "lost" ? "×" : LETTERS[node.role] ?? "·");
-    setText(name, node.name);
+    setText(name, shownName);
     setText(load, node.status === "in use" ? words.nodeLoad(node) : node.becomes ? `drains → ${node.becomes}` : node.status);
     setVariable(button, "--load", geometry.loadOf(node).toFixed(3));
     const capacity = node.capacity_bytes || 1;
@@ -263,10 +273,12 @@ function homeWords(home) {
   if (home === undefined) return "";
   const waits = home.waiting > 0 ? ` · ${format.plural(home.waiting, "request waits", "requests wait")}` : "";
   if (!home.has_plan) return `no plan yet${waits}`;
-  return `offloads from ${format.tokens(home.threshold_tokens)} uncached${waits}`;
+  const threshold = home.threshold_tokens || home.planned_threshold_tokens;
+  return `offloads from ${format.tokens(threshold)} uncached${waits}`;
 }
 
 function queueWords(link) {
+  if (link.planned) return "planned";
   const parts = [];
   if (link.backlog_bytes > 0) parts.push(`${format.bytes(link.backlog_bytes)} queued, ${format.duration(link.waited_s)}`);
   else parts.push("no queue");

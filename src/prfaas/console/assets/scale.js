@@ -23,12 +23,39 @@ export function valueTicks(highest, number = 3) {
   return ticks;
 }
 
+/** Seconds by which the reader's clock is ahead of UTC at a time. */
+export function zoneAt(epochSeconds) {
+  return -new Date(epochSeconds * 1000).getTimezoneOffset() * 60;
+}
+
 /** Round times within `from`..`to`, at most `most`. `offset` is the time zone, in seconds. */
 export function timeTicks(from, to, most = 5, offset = 0) {
   const step = TIME_STEPS.find((seconds) => (to - from) / seconds <= most) ?? TIME_STEPS.at(-1);
   const ticks = [];
   for (let at = Math.ceil((from + offset) / step) * step - offset; at <= to; at += step) {
     ticks.push(at);
+  }
+  return ticks;
+}
+
+/** About `number` round values among a parameter's values; powers of ten where the axis has logs. */
+export function parameterTicks(values, isLog, number) {
+  const from = Math.min(...values.filter((value) => !isLog || value > 0));
+  const to = Math.max(...values);
+  if (!isLog) {
+    const step = valueTicks(to - from, number)[1];
+    const ticks = [];
+    for (let rank = Math.ceil(from / step); rank * step <= to; rank += 1) {
+      ticks.push(Number((rank * step).toPrecision(12)));
+    }
+    return ticks;
+  }
+  const ticks = [];
+  for (let power = Math.floor(Math.log10(from)); 10 ** power <= to; power += 1) {
+    for (const factor of to / from > 1000 ? [1] : [1, 3]) {
+      const value = factor * 10 ** power;
+      if (value >= from && value <= to) ticks.push(value);
+    }
   }
   return ticks;
 }

@@ -14,8 +14,9 @@ export class Timeline {
    * `formatTime` writes a time. `onPick(at_s)`: in a replay, a click moves there.
    * `onSelect(event)`: an event of the list was activated.
    */
-  constructor({ formatTime, onPick = null, onSelect }) {
+  constructor({ formatTime, onPick = null, onSelect, zone = null }) {
     this.formatTime = formatTime;
+    this.zone = zone; // as in `Chart`
     this.width = 0;
     this.drawn = null;
     this.laneLabels = svg("g", { class: "lanes" });
@@ -113,7 +114,7 @@ export class Timeline {
   }
 
   drawAxis(from, to, x, height) {
-    const zone = -new Date(to * 1000).getTimezoneOffset() * 60;
+    const zone = this.zone ?? scale.zoneAt(to);
     const most = Math.max(2, Math.floor(this.width / 100));
     const ticks = scale.timeTicks(from, to, most, zone).map((at, rank) => ({ rank, x: x(at), y: height - 4, label: this.formatTime(at) }));
     this.ticks.draw(ticks, (tick) => tick.rank);

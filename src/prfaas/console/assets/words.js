@@ -6,12 +6,13 @@ import * as format from "prfaas/format";
 const MOST_NAMED = 3; // nodes of one cluster with the same problem; more of them are counted
 
 /** What the system is doing: one or two sentences. */
-export function statement(scene, figures) {
+export function statement(scene, figures, windowSeconds = 15) {
+  const recently = `in the last ${format.duration(windowSeconds)}`;
   if (figures.requests === null) return "The first figures come within a few seconds.";
   if (figures.requests === 0) {
     return scene.in_flight > 0
-      ? `${format.plural(scene.in_flight, "request is", "requests are")} in flight; none has finished in the last 15 s.`
-      : "No request has arrived in the last 15 s.";
+      ? `${format.plural(scene.in_flight, "request is", "requests are")} in flight; none has finished ${recently}.`
+      : `No request has finished ${recently}.`;
   }
   const first = figures.ttft === null ? "" : ` The first token comes after ${format.duration(figures.ttft)} on average.`;
   return `${format.perSecond(figures.requests).replace("/s", " requests/s")} are served.${first}${shareWords(scene, figures)}`;
@@ -44,8 +45,23 @@ export function linkDescription(link) {
   return `${parts.join(", ")}.`;
 }
 
+/**
+ * Names without the beginning that all of them share, up to a separator: small cells have room for
+ * the rest only. "west-prefill-1", "west-prefill-2" become "1", "2".
+ */
+export function shortNames(names) {
+  if (names.length < 2) return names;
+  let shared = names[0].length;
+  for (const name of names) {
+    while (!name.startsWith(names[0].slice(0, shared))) shared -= 1;
+  }
+  const start = names[0].slice(0, shared).search(/[^-_.:/]*$/); // after the last separator
+  return names.map((name) => name.slice(start) || name);
+}
+
 /** Busy decode slots, or the prefills there. */
 export function nodeLoad(node) {
+  if (typeof node.busy === "number") return `${format.percent(node.busy)} busy`; // of a plan
   if (node.role === "prefill") {
     const waits = node.queued > 0 ? `, ${format.count(node.queued)} queued` : "";
     return `${format.count(node.active)} active${waits}`;
