@@ -80,7 +80,8 @@ test("cells shrink, and the load of a node is a share", () => {
   assert.deepEqual([1, 20, 200].map(geometry.cellSize), ["large", "medium", "small"]);
   const node = { status: "in use", role: "decode", active: 16, slots: 64, wait_s: 0 };
   assert.equal(geometry.loadOf(node), 0.25);
-  assert.equal(geometry.loadOf({ ...node, role: "prefill", wait_s: 5 }), 0.5);
+  assert.equal(geometry.loadOf({ ...node, role: "prefill", wait_s: 5, queued: 1 }), 0.75);
+  assert.equal(geometry.loadOf({ ...node, role: "prefill", active: 0, queued: 0 }), 0);
   assert.equal(geometry.loadOf({ ...node, status: "lost" }), 0);
   assert.equal(geometry.lineWidth({ capacity_bps: 10, rate_bps: 20 }), 8);
 });

@@ -97,6 +97,19 @@ test("shares and rates are those of a window", () => {
   assert.equal(figures.ttft, null);
 });
 
+test("the requests that are kept give the minutes before the page was opened", () => {
+  const history = new History();
+  const sample = sampleOf(completeScene({ ...SCENE, at_s: 100, homes: [{ cluster: "west", local: 50, remote: 51 }] }));
+  const request = (id, at_s, route) => ({ id, at_s, route, outcome: "completed", total_s: 5, ttft_s: null });
+  history.begin(sample, mergeRequests([], [request("a", 60, "local"), request("b", 80, "remote"), request("c", 85, "remote")]));
+  assert.equal(history.samples[0].at_s, 65);
+  const [, share] = windowed(history.samples, shareOffloaded, 60).at(-1);
+  assert.equal(share, 1); // "a" had ended when the first of these samples was taken
+  assert.deepEqual([history.samples[0].local, history.samples[0].remote], [50, 49]);
+  history.begin(sample, []);
+  assert.equal(history.samples.length, 1);
+});
+
 test("counters that went back are a gap", () => {
   const samples = samplesOf([[100, 100], [0, 0]]);
   assert.deepEqual(windowed(samples, shareOffloaded).at(-1), [10, null]);

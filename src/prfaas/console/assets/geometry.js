@@ -21,13 +21,16 @@ export function cellSize(number) {
   return number <= 40 ? "medium" : "small";
 }
 
-/** The load of a node, 0 to 1. A prefill node is full when its next prefill would wait 10 s. */
+/**
+ * The load of a node, 0 to 1. A decode node is full when its slots are. A prefill node that computes
+ * is half full; a wait of 10 s, or 10 queued prefills where no wait is known, fill the rest.
+ */
 export function loadOf(node) {
   if (node.status === "lost") return 0;
   if (typeof node.busy === "number") return Math.min(1, node.busy); // of a plan
   if (node.role === "prefill") {
-    const waits = Math.min(1, node.wait_s / 10);
-    return node.active > 0 ? Math.max(waits, 0.15) : waits;
+    const waits = Math.min(1, Math.max(node.wait_s, node.queued) / 10);
+    return (node.active > 0 ? 0.5 : 0) + waits / 2;
   }
   return node.slots > 0 ? Math.min(1, node.active / node.slots) : Math.min(1, node.active / 32);
 }

@@ -60,8 +60,9 @@ export class SimulationPage {
 
   show() {
     this.choose(0);
-    // The end of a run shows more than its empty beginning.
-    this.player.seek(this.replay.span[1]);
+    // A run is empty at its beginning and at its end.
+    const [from, to] = this.replay.run.window_s ?? this.replay.span;
+    this.player.seek((from + to) / 2);
   }
 
   /** Shows another run at the time that the page shows now. */

@@ -175,7 +175,9 @@ export class Store {
     this.events = mergeEvents([], message.events ?? []);
     this.requests = mergeRequests([], message.requests ?? []);
     this.tenants = message.tenants ?? [];
-    this.history.push(sampleOf(this.scene));
+    const sample = sampleOf(this.scene);
+    if (this.history.samples.length === 0) this.history.begin(sample, this.requests);
+    else this.history.push(sample);
     this.changed();
   }
 
