@@ -3,12 +3,24 @@ import { test } from "node:test";
 
 import * as geometry from "prfaas/geometry";
 
-const box = (side, y, height = 100) => ({ side, x: side === "left" ? 0 : 600, y, width: 200, height });
+const box = (side, y, height = 100) => ({
+  side,
+  x: side === "left" ? 0 : 600,
+  y,
+  width: 200,
+  height,
+});
 
 test("PrfaaS clusters are on the left", () => {
-  const clusters = [{ name: "west", kind: "pd" }, { name: "north", kind: "prfaas" }];
+  const clusters = [
+    { name: "west", kind: "pd" },
+    { name: "north", kind: "prfaas" },
+  ];
   const { left, right } = geometry.columnsOf(clusters);
-  assert.deepEqual([left, right].map((column) => column.map((c) => c.name)), [["north"], ["west"]]);
+  assert.deepEqual(
+    [left, right].map((column) => column.map((c) => c.name)),
+    [["north"], ["west"]],
+  );
 });
 
 test("a cluster alone has the whole map, and PD clusters alone face each other", () => {
@@ -35,9 +47,17 @@ test("labels stay within the map where they fit", () => {
 });
 
 test("each line goes from box to box through its label", () => {
-  const boxes = new Map([["north", box("left", 0)], ["west", box("right", 0)]]);
+  const boxes = new Map([
+    ["north", box("left", 0)],
+    ["west", box("right", 0)],
+  ]);
   const links = [{ key: "k", source: "north", target: "west" }];
-  const places = geometry.placeLinks(boxes, links, { width: 100, height: 40 }, { width: 800, height: 100 });
+  const places = geometry.placeLinks(
+    boxes,
+    links,
+    { width: 100, height: 40 },
+    { width: 800, height: 100 },
+  );
   const { x, y, path, end } = places.get("k");
   assert.deepEqual([x, y], [400, 50]);
   assert.match(path, /^M200\.0 50\.0C.* 350\.0 50\.0M450\.0 50\.0C.* 600\.0 50\.0$/);
@@ -45,20 +65,31 @@ test("each line goes from box to box through its label", () => {
 });
 
 test("a link in both directions has two places, and an unknown cluster has none", () => {
-  const boxes = new Map([["a", box("left", 0)], ["b", box("right", 0)]]);
+  const boxes = new Map([
+    ["a", box("left", 0)],
+    ["b", box("right", 0)],
+  ]);
   const links = [
     { key: "1", source: "a", target: "b" },
     { key: "2", source: "b", target: "a" },
     { key: "3", source: "a", target: "gone" },
   ];
-  const places = geometry.placeLinks(boxes, links, { width: 100, height: 40 }, { width: 800, height: 120 });
+  const places = geometry.placeLinks(
+    boxes,
+    links,
+    { width: 100, height: 40 },
+    { width: 800, height: 120 },
+  );
   assert.deepEqual([...places.keys()], ["1", "2"]);
   assert.ok(Math.abs(places.get("1").y - places.get("2").y) >= 48);
   assert.equal(places.get("2").end.x, 200);
 });
 
 test("links between clusters of one side bend into the middle", () => {
-  const boxes = new Map([["a", box("right", 0)], ["b", box("right", 200)]]);
+  const boxes = new Map([
+    ["a", box("right", 0)],
+    ["b", box("right", 200)],
+  ]);
   const places = geometry.placeLinks(
     boxes,
     [{ key: "k", source: "a", target: "b" }],

@@ -20,7 +20,10 @@ const RUN = {
           slots: 0,
           role: [[0, "prefill"]],
           becomes: [[0, null]],
-          status: [[0, "in use"], [2, "lost"]],
+          status: [
+            [0, "in use"],
+            [2, "lost"],
+          ],
           active: [0, 1, 0],
           queued: [0, 4, 0],
         },
@@ -33,8 +36,14 @@ const RUN = {
       source: "north",
       target: "west",
       rtt_s: 0.02,
-      capacity_bps: [[0, 1e9], [2, 0]],
-      verdict: [[0, "clear"], [2, "cut"]],
+      capacity_bps: [
+        [0, 1e9],
+        [2, 0],
+      ],
+      verdict: [
+        [0, "clear"],
+        [2, "cut"],
+      ],
       cause: [[0, ""]],
       rate_bps: [0, 5e8, 0],
       backlog_bytes: [0, 10, 99],
@@ -44,7 +53,10 @@ const RUN = {
   homes: [
     {
       cluster: "west",
-      threshold_tokens: [[0, 1000], [1, 2000]],
+      threshold_tokens: [
+        [0, 1000],
+        [1, 2000],
+      ],
       planned_threshold_tokens: [[0, 1000]],
       planned_rps: [[0, 3]],
       planned_share: [[0, 0.5]],
@@ -58,12 +70,24 @@ const RUN = {
       stateless_tokens: [0, 0, 0],
     },
   ],
-  ttft: { first_tokens: [0, 1, 2], wait_s: [0, 1, 2], prefill_s: [0, 1, 2], transfer_s: [0, 1, 2], decode_s: [0, 1, 2] },
+  ttft: {
+    first_tokens: [0, 1, 2],
+    wait_s: [0, 1, 2],
+    prefill_s: [0, 1, 2],
+    transfer_s: [0, 1, 2],
+    decode_s: [0, 1, 2],
+  },
   in_flight: [0, 2, 0],
   events: [],
   requests: {
     of: 2,
-    names: { home: ["west"], route: ["local", "remote"], outcome: ["completed"], reason: ["long"], node: ["n0", "w0"] },
+    names: {
+      home: ["west"],
+      route: ["local", "remote"],
+      outcome: ["completed"],
+      reason: ["long"],
+      node: ["n0", "w0"],
+    },
     columns: {
       id: [0, 1],
       at_s: [3, 12],
@@ -81,8 +105,15 @@ const RUN = {
 };
 
 test("steps hold until the next entry", () => {
-  const steps = [[0, "a"], [3, "b"], [7, "c"]];
-  assert.deepEqual([0, 2, 3, 6, 7, 99].map((k) => stepAt(steps, k)), ["a", "a", "b", "b", "c", "c"]);
+  const steps = [
+    [0, "a"],
+    [3, "b"],
+    [7, "c"],
+  ];
+  assert.deepEqual(
+    [0, 2, 3, 6, 7, 99].map((k) => stepAt(steps, k)),
+    ["a", "a", "b", "b", "c", "c"],
+  );
   assert.equal(stepAt([], 4), null);
 });
 
@@ -101,9 +132,18 @@ test("a frame is a scene", () => {
 
 test("times lead to frames", () => {
   const replay = new Replay(RUN, "m");
-  assert.deepEqual([-1, 0, 9.9, 10, 24, 25, 99].map((at) => replay.frameAt(at)), [0, 0, 0, 1, 1, 2, 2]);
-  assert.deepEqual(replay.requestsAt(11).map(({ id }) => id), ["0"]);
-  assert.deepEqual(replay.requestsAt(12).map(({ id }) => id), ["1", "0"]);
+  assert.deepEqual(
+    [-1, 0, 9.9, 10, 24, 25, 99].map((at) => replay.frameAt(at)),
+    [0, 0, 0, 1, 1, 2, 2],
+  );
+  assert.deepEqual(
+    replay.requestsAt(11).map(({ id }) => id),
+    ["0"],
+  );
+  assert.deepEqual(
+    replay.requestsAt(12).map(({ id }) => id),
+    ["1", "0"],
+  );
   assert.equal(windowOf([0, 3600]), 60);
 });
 
@@ -134,7 +174,12 @@ test("a plan's flows are a table, and its nodes are as busy as planned", () => {
     ["prefilled there", "2/s", "1/s"],
   ]);
   const scene = plannedScene({
-    scene: { at_s: 0, clusters: [{ name: "north", kind: "prfaas", nodes: [{ id: "n", name: "n", role: "prefill" }] }] },
+    scene: {
+      at_s: 0,
+      clusters: [
+        { name: "north", kind: "prfaas", nodes: [{ id: "n", name: "n", role: "prefill" }] },
+      ],
+    },
     busy: { north: { prefill: 0.9 } },
   });
   assert.equal(scene.clusters.get("north").nodes.get("n").busy, 0.9);

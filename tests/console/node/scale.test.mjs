@@ -20,19 +20,45 @@ test("times are round in the reader's time zone", () => {
 
 test("parameters have round values between their ends", () => {
   assert.deepEqual(scale.parameterTicks([1, 2, 5], false, 4), [1, 2, 3, 4, 5]);
-  assert.deepEqual(scale.parameterTicks([1000, 128_000], true, 4), [1000, 3000, 10_000, 30_000, 100_000]);
+  assert.deepEqual(
+    scale.parameterTicks([1000, 128_000], true, 4),
+    [1000, 3000, 10_000, 30_000, 100_000],
+  );
 });
 
 test("a gap interrupts lines and areas", () => {
-  const points = [[0, 1], [1, 2], [2, null], [3, 4]];
+  const points = [
+    [0, 1],
+    [1, 2],
+    [2, null],
+    [3, 4],
+  ];
   assert.equal(scale.linePath(points), "M0.0 1.0L1.0 2.0M3.0 4.0");
   const floor = points.map(([x]) => [x, 0]);
   assert.equal(scale.areaPath(points, floor), "M0.0 1.0L1.0 2.0L1.0 0.0L0.0 0.0ZM3.0 4.0L3.0 0.0Z");
 });
 
 test("series are stacked on those before them", () => {
-  const stacked = scale.stacked([[[0, 1], [1, null]], [[0, 2], [1, 2]]]);
-  assert.deepEqual(stacked, [[[0, 1], [1, null]], [[0, 3], [1, null]]]);
+  const stacked = scale.stacked([
+    [
+      [0, 1],
+      [1, null],
+    ],
+    [
+      [0, 2],
+      [1, 2],
+    ],
+  ]);
+  assert.deepEqual(stacked, [
+    [
+      [0, 1],
+      [1, null],
+    ],
+    [
+      [0, 3],
+      [1, null],
+    ],
+  ]);
 });
 
 test("the newest point is kept when points are left out", () => {
@@ -44,5 +70,8 @@ test("the newest point is kept when points are left out", () => {
 
 test("the nearest sample", () => {
   assert.equal(scale.nearest([], 1), -1);
-  assert.deepEqual([-5, 1.4, 1.6, 9].map((at) => scale.nearest([0, 1, 2], at)), [0, 1, 2, 2]);
+  assert.deepEqual(
+    [-5, 1.4, 1.6, 9].map((at) => scale.nearest([0, 1, 2], at)),
+    [0, 1, 2, 2],
+  );
 });

@@ -1,7 +1,14 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-import { figuresAt, History, requestRate, sampleOf, shareOffloaded, windowed } from "prfaas/history";
+import {
+  figuresAt,
+  History,
+  requestRate,
+  sampleOf,
+  shareOffloaded,
+  windowed,
+} from "prfaas/history";
 import { markedBy, selectionOf } from "prfaas/selection";
 import { applyDelta, completeScene, mergeEvents, mergeRequests, Store } from "prfaas/store";
 import * as words from "prfaas/words";
@@ -30,7 +37,9 @@ test("a delta changes what it names and shares the rest", () => {
   const before = completeScene(SCENE);
   const after = applyDelta(before, {
     at_s: 101,
-    nodes: { north: { n0: { id: "n0", name: "n0", status: "lost" }, n1: { id: "n1", name: "n1" } } },
+    nodes: {
+      north: { n0: { id: "n0", name: "n0", status: "lost" }, n1: { id: "n1", name: "n1" } },
+    },
     links: [{ source: "north", target: "west", verdict: "cut" }],
   });
   assert.equal(before.clusters.get("north").nodes.get("n0").status, "in use");
@@ -63,19 +72,35 @@ test("a request that has ended replaces itself", () => {
     { id: "b", at_s: 2, outcome: "completed" },
     { id: "a", at_s: 1, outcome: "completed" },
   ]);
-  assert.deepEqual(second.map(({ id, outcome }) => [id, outcome]), [["b", "completed"], ["a", "completed"]]);
-  assert.equal(mergeRequests(second, Array.from({ length: 900 }, (_, i) => ({ id: `x${i}`, at_s: 3 }))).length, 400);
+  assert.deepEqual(
+    second.map(({ id, outcome }) => [id, outcome]),
+    [
+      ["b", "completed"],
+      ["a", "completed"],
+    ],
+  );
+  assert.equal(
+    mergeRequests(
+      second,
+      Array.from({ length: 900 }, (_, i) => ({ id: `x${i}`, at_s: 3 })),
+    ).length,
+    400,
+  );
 });
 
 test("events come once", () => {
   const event = (id) => ({ id, at_s: id, kind: "plan", text: "t" });
   const events = mergeEvents(mergeEvents([], [event(1), event(2)]), [event(2), event(3)]);
-  assert.deepEqual(events.map(({ id }) => id), [1, 2, 3]);
+  assert.deepEqual(
+    events.map(({ id }) => id),
+    [1, 2, 3],
+  );
 });
 
 test("history keeps ten minutes and starts again when a clock is set back", () => {
   const history = new History(600);
-  for (let at = 0; at <= 2000; at += 1) history.push(sampleOf(completeScene({ ...SCENE, at_s: at })));
+  for (let at = 0; at <= 2000; at += 1)
+    history.push(sampleOf(completeScene({ ...SCENE, at_s: at })));
   assert.ok(history.samples.length < 620);
   assert.deepEqual(history.span, [1400, 2000]);
   history.push(sampleOf(completeScene({ ...SCENE, at_s: 5 })));
@@ -84,13 +109,23 @@ test("history keeps ten minutes and starts again when a clock is set back", () =
 
 function samplesOf(counts) {
   return counts.map(([local, remote], index) =>
-    sampleOf(completeScene({ ...SCENE, at_s: index * 10, homes: [{ cluster: "west", local, remote }] })),
+    sampleOf(
+      completeScene({ ...SCENE, at_s: index * 10, homes: [{ cluster: "west", local, remote }] }),
+    ),
   );
 }
 
 test("shares and rates are those of a window", () => {
-  const samples = samplesOf([[0, 0], [10, 0], [10, 30]]);
-  assert.deepEqual(windowed(samples, shareOffloaded, 10), [[0, null], [10, 0], [20, 1]]);
+  const samples = samplesOf([
+    [0, 0],
+    [10, 0],
+    [10, 30],
+  ]);
+  assert.deepEqual(windowed(samples, shareOffloaded, 10), [
+    [0, null],
+    [10, 0],
+    [20, 1],
+  ]);
   assert.deepEqual(windowed(samples, requestRate("remote"), 10).at(-1), [20, 3]);
   const figures = figuresAt(samples, 2, 10);
   assert.equal(figures.requests, 3);
@@ -99,9 +134,24 @@ test("shares and rates are those of a window", () => {
 
 test("the requests that are kept give the minutes before the page was opened", () => {
   const history = new History();
-  const sample = sampleOf(completeScene({ ...SCENE, at_s: 100, homes: [{ cluster: "west", local: 50, remote: 51 }] }));
-  const request = (id, at_s, route) => ({ id, at_s, route, outcome: "completed", total_s: 5, ttft_s: null });
-  history.begin(sample, mergeRequests([], [request("a", 60, "local"), request("b", 80, "remote"), request("c", 85, "remote")]));
+  const sample = sampleOf(
+    completeScene({ ...SCENE, at_s: 100, homes: [{ cluster: "west", local: 50, remote: 51 }] }),
+  );
+  const request = (id, at_s, route) => ({
+    id,
+    at_s,
+    route,
+    outcome: "completed",
+    total_s: 5,
+    ttft_s: null,
+  });
+  history.begin(
+    sample,
+    mergeRequests(
+      [],
+      [request("a", 60, "local"), request("b", 80, "remote"), request("c", 85, "remote")],
+    ),
+  );
   assert.equal(history.samples[0].at_s, 65);
   const [, share] = windowed(history.samples, shareOffloaded, 60).at(-1);
   assert.equal(share, 1); // "a" had ended when the first of these samples was taken
@@ -111,7 +161,10 @@ test("the requests that are kept give the minutes before the page was opened", (
 });
 
 test("counters that went back are a gap", () => {
-  const samples = samplesOf([[100, 100], [0, 0]]);
+  const samples = samplesOf([
+    [100, 100],
+    [0, 0],
+  ]);
   assert.deepEqual(windowed(samples, shareOffloaded).at(-1), [10, null]);
 });
 

@@ -1,9 +1,17 @@
-// One chart: lines or stacked areas over time, with axes, a legend and a sentence that says the same.
+// One chart: lines or stacked areas over time, with axes, a legend and its values in words.
 //
 // A chart is drawn with `draw({series, from, to, cursor})`. A series is
 // {name, tone, points: [[at_s, value | null], ...], dashed}; `tone` names a colour of console.css.
 
-import { html, KeyedList, observeWidth, setAttribute, setAttributes, setText, svg } from "prfaas/dom";
+import {
+  html,
+  KeyedList,
+  observeWidth,
+  setAttribute,
+  setAttributes,
+  setText,
+  svg,
+} from "prfaas/dom";
 import * as scale from "prfaas/scale";
 
 const HEIGHT = 128;
@@ -13,10 +21,20 @@ const MOST_POINTS = 640; // ten minutes of a live page, or all frames of a run
 export class Chart {
   /**
    * `kind`: "line" or "stack". `format` writes a value. `formatTime` writes a time of the axis.
-   * `top`: a fixed end of the scale. `onPick(at_s)`: called on a click, where given. `zone`: seconds
-   * by which round times are shifted; null: the reader's time zone.
+   * `top`: a fixed end of the scale. `onPick(at_s)`: called on a click, where given. `zone`:
+   * seconds by which round times are shifted; null: the reader's time zone.
    */
-  constructor({ id, title, kind = "line", format, formatTime, top = null, note = "", onPick = null, zone = null }) {
+  constructor({
+    id,
+    title,
+    kind = "line",
+    format,
+    formatTime,
+    top = null,
+    note = "",
+    onPick = null,
+    zone = null,
+  }) {
     this.kind = kind;
     this.format = format;
     this.formatTime = formatTime;
@@ -64,7 +82,12 @@ export class Chart {
     this.element = html(
       "figure",
       { class: "chart", "data-chart": id },
-      html("figcaption", {}, html("span", { class: "chart-title", title: note || null }, this.title), this.value),
+      html(
+        "figcaption",
+        {},
+        html("span", { class: "chart-title", title: note || null }, this.title),
+        this.value,
+      ),
       this.drawing,
       this.legend,
     );
@@ -93,14 +116,22 @@ export class Chart {
   /** `cursor`: a time to mark; in a replay, the time that the map shows. */
   draw({ series, from, to, cursor = null }) {
     const { drawn, width } = this;
-    const isSame = drawn?.series === series && drawn.from === from && drawn.to === to && drawn.width === width;
+    const isSame =
+      drawn?.series === series && drawn.from === from && drawn.to === to && drawn.width === width;
     this.drawn = { series, from, to, cursor, width };
     if (width === 0) return; // not laid out yet; the observer draws again
     if (!isSame) this.drawLines(series, from, to);
     this.at = this.hovered ?? cursor;
     setAttribute(this.cursor, "visibility", this.at === null ? "hidden" : "visible");
     if (this.at !== null) {
-      const x = scale.linear(from, to, EDGE.left, width - EDGE.right)(this.at).toFixed(1);
+      const x = scale
+        .linear(
+          from,
+          to,
+          EDGE.left,
+          width - EDGE.right,
+        )(this.at)
+        .toFixed(1);
       setAttributes(this.cursor, { x1: x, x2: x });
     }
     this.legendItems.draw(series, (one) => one.name);
@@ -114,7 +145,10 @@ export class Chart {
     const ticks = scale.valueTicks(this.top ?? scale.highest(sums));
     const x = scale.linear(from, to, EDGE.left, this.width - EDGE.right);
     const y = scale.linear(0, ticks.at(-1), HEIGHT - EDGE.bottom, EDGE.top);
-    this.ticks.draw([...this.valueTicks(ticks, y), ...this.timeTicks(from, to, x)], (tick) => tick.key);
+    this.ticks.draw(
+      [...this.valueTicks(ticks, y), ...this.timeTicks(from, to, x)],
+      (tick) => tick.key,
+    );
     this.paths.draw(this.pathsOf(shown, sums, from, x, y), (path) => path.key);
   }
 
@@ -130,7 +164,11 @@ export class Chart {
         const lower = index > 0 ? placed[index - 1] : points.map(([at]) => [at, y(0)]);
         return { key: name, d: scale.areaPath(points, lower), class: `area tone-${tone}` };
       }
-      return { key: name, d: scale.linePath(points), class: `line tone-${tone}${dashed ? " dashed" : ""}` };
+      return {
+        key: name,
+        d: scale.linePath(points),
+        class: `line tone-${tone}${dashed ? " dashed" : ""}`,
+      };
     });
   }
 
@@ -164,7 +202,12 @@ export class Chart {
     const { points } = series;
     if (points.length === 0) return null;
     if (this.at === null || this.at === undefined) return points.at(-1)[1];
-    return points[scale.nearest(points.map(([at]) => at), this.at)][1];
+    return points[
+      scale.nearest(
+        points.map(([at]) => at),
+        this.at,
+      )
+    ][1];
   }
 
   drawLegend(item, series) {
@@ -179,11 +222,16 @@ export class Chart {
     const values = series.map((one) => this.valueOf(one));
     const known = values.filter((value) => value !== null);
     const sum = known.reduce((one, other) => one + other, 0);
-    const main = this.kind === "stack" ? (known.length > 0 ? sum : null) : values[0] ?? null;
+    const main = this.kind === "stack" ? (known.length > 0 ? sum : null) : (values[0] ?? null);
     setText(this.value, main === null ? "-" : this.format(main));
     const parts = series.map(
-      (one, index) => `${one.name} ${values[index] === null ? "unknown" : this.format(values[index])}`,
+      (one, index) =>
+        `${one.name} ${values[index] === null ? "unknown" : this.format(values[index])}`,
     );
-    setAttribute(this.drawing, "aria-label", `${this.title}: ${parts.join(", ") || "no data yet"}.`);
+    setAttribute(
+      this.drawing,
+      "aria-label",
+      `${this.title}: ${parts.join(", ") || "no data yet"}.`,
+    );
   }
 }

@@ -11,7 +11,12 @@ const EDGE = { left: 50, right: 14, top: 14, bottom: 36 };
 export function xScale(xs, isLog, width) {
   const known = isLog ? xs.filter((x) => x > 0) : xs;
   const write = isLog ? Math.log : (x) => x;
-  const place = scale.linear(write(Math.min(...known)), write(Math.max(...known)), EDGE.left, width - EDGE.right);
+  const place = scale.linear(
+    write(Math.min(...known)),
+    write(Math.max(...known)),
+    EDGE.left,
+    width - EDGE.right,
+  );
   return (x) => place(write(x));
 }
 
@@ -21,10 +26,24 @@ function bounds(curve) {
 }
 
 export function curveFigure(curve) {
-  const drawing = svg("svg", { class: "chart-drawing", role: "img", width: "100%", height: HEIGHT, "aria-label": describe(curve) });
-  const legend = curve.lines.map(({ name }, index) => html("li", {}, html("span", { class: `swatch tone-line-${index % 6}` }), name));
+  const drawing = svg("svg", {
+    class: "chart-drawing",
+    role: "img",
+    width: "100%",
+    height: HEIGHT,
+    "aria-label": describe(curve),
+  });
+  const legend = curve.lines.map(({ name }, index) =>
+    html("li", {}, html("span", { class: `swatch tone-line-${index % 6}` }), name),
+  );
   observeWidth(drawing, (width) => replaceChildren(drawing, drawCurve(curve, width)));
-  return html("figure", { class: "chart" }, html("figcaption", {}, curve.title), drawing, html("ul", { class: "legend" }, legend));
+  return html(
+    "figure",
+    { class: "chart" },
+    html("figcaption", {}, curve.title),
+    drawing,
+    html("ul", { class: "legend" }, legend),
+  );
 }
 
 function describe(curve) {
@@ -41,7 +60,11 @@ function drawCurve(curve, width) {
   const lines = values.map((points, index) =>
     svg("path", {
       class: `line tone-line-${index % 6}`,
-      d: scale.linePath(points.filter(([at]) => !curve.x_log || at > 0).map(([at, value]) => [x(at), value === null ? null : y(value)])),
+      d: scale.linePath(
+        points
+          .filter(([at]) => !curve.x_log || at > 0)
+          .map(([at, value]) => [x(at), value === null ? null : y(value)]),
+      ),
     }),
   );
   // A nested drawing cuts off the lines that leave the axis.
@@ -50,7 +73,11 @@ function drawCurve(curve, width) {
     { x: 0, y: EDGE.top - 4, width, height: HEIGHT - EDGE.bottom - EDGE.top + 6 },
     svg("g", { transform: `translate(0 ${4 - EDGE.top})` }, lines),
   );
-  return [gridLines(curve, ticks, x, y, width), inner, curve.best === null ? null : bestMark(curve.best, x, y, width)];
+  return [
+    gridLines(curve, ticks, x, y, width),
+    inner,
+    curve.best === null ? null : bestMark(curve.best, x, y, width),
+  ];
 }
 
 function gridLines(curve, ticks, x, y, width) {
@@ -60,7 +87,13 @@ function gridLines(curve, ticks, x, y, width) {
   ]);
   const columns = scale
     .parameterTicks(curve.x, curve.x_log, Math.max(3, Math.floor(width / 90)))
-    .map((value) => svg("text", { x: x(value), y: HEIGHT - EDGE.bottom + 14, "text-anchor": "middle" }, format.short(value)));
+    .map((value) =>
+      svg(
+        "text",
+        { x: x(value), y: HEIGHT - EDGE.bottom + 14, "text-anchor": "middle" },
+        format.short(value),
+      ),
+    );
   const names = [
     svg("text", { x: width - EDGE.right, y: HEIGHT - 4, "text-anchor": "end" }, curve.x_label),
     svg("text", { x: EDGE.left, y: HEIGHT - 4 }, `vertical: ${curve.y_label}`),
@@ -75,6 +108,15 @@ function bestMark(best, x, y, width) {
     "g",
     {},
     svg("circle", { class: "best", cx: place[0], cy: place[1], r: 4.5 }),
-    svg("text", { class: "best-label", x: place[0] + (isRight ? -9 : 9), y: place[1] - 8, "text-anchor": isRight ? "end" : "start" }, best.text),
+    svg(
+      "text",
+      {
+        class: "best-label",
+        x: place[0] + (isRight ? -9 : 9),
+        y: place[1] - 8,
+        "text-anchor": isRight ? "end" : "start",
+      },
+      best.text,
+    ),
   );
 }

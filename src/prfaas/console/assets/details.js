@@ -22,7 +22,16 @@ export class Details {
     this.origin = null; // the element to which the focus returns
     this.title = html("h2", { tabindex: "-1" });
     this.content = html("div", { class: "details-content" });
-    const close = html("button", { type: "button", class: "close", "aria-label": "Close the details", on: { click: () => this.close() } }, "✕");
+    const close = html(
+      "button",
+      {
+        type: "button",
+        class: "close",
+        "aria-label": "Close the details",
+        on: { click: () => this.close() },
+      },
+      "✕",
+    );
     this.element = html(
       "aside",
       { id: "details", hidden: true, "aria-label": "Details" },
@@ -53,7 +62,8 @@ export class Details {
     this.selection = selection;
     setAttribute(this.element, "hidden", selection === null);
     setAttribute(this.element, "data-about", selection?.about);
-    this.body = selection === null ? null : BODIES[selection.about](selection.id, this.store, this.page);
+    this.body =
+      selection === null ? null : BODIES[selection.about](selection.id, this.store, this.page);
     replaceChildren(this.content, this.body?.element);
     if (selection === null) return;
     if (wasClosed) this.origin = document.activeElement;

@@ -17,7 +17,8 @@ export function choiceInWords(chosen) {
     return `Node ${chosen.decode} of ${chosen.decode_cluster} prefills and decodes it.`;
   }
   const away = chosen.offloaded ? ", another cluster," : "";
-  return `Node ${chosen.prefill} of ${chosen.cluster}${away} prefills it; node ${chosen.decode} of ${chosen.decode_cluster} decodes it.`;
+  const prefill = `Node ${chosen.prefill} of ${chosen.cluster}${away} prefills it`;
+  return `${prefill}; node ${chosen.decode} of ${chosen.decode_cluster} decodes it.`;
 }
 
 /** What spoke for the choice, in sentences: the predictions side by side, and the threshold. */
@@ -29,12 +30,17 @@ export function comparisonInWords({ chosen, threshold_tokens, alternatives }, pr
   const other = alternatives.find((one) => one.cluster !== chosen.cluster);
   if (taken !== undefined && other !== undefined) {
     const [own, others] = [sumOfParts(taken), sumOfParts(other)].map(format.duration);
-    said.push(`Predicted first token: after ${own} this way, after ${others} by way of ${other.cluster}.`);
+    said.push(
+      `Predicted first token: after ${own} this way, after ${others} by way of ${other.cluster}.`,
+    );
   }
   if (promptTokens !== null && Number.isFinite(threshold_tokens)) {
     const uncached = promptTokens - chosen.cached_tokens;
     const side = uncached > threshold_tokens ? "more than" : "at most";
-    said.push(`${format.count(uncached)} of its ${format.count(promptTokens)} tokens are uncached there, ${side} the threshold of ${format.count(Math.round(threshold_tokens))}.`);
+    said.push(
+      `${format.count(uncached)} of its ${format.count(promptTokens)} tokens are uncached there, ` +
+        `${side} the threshold of ${format.count(Math.round(threshold_tokens))}.`,
+    );
   }
   return said;
 }
@@ -45,7 +51,11 @@ export function comparisonInWords({ chosen, threshold_tokens, alternatives }, pr
  */
 export function explanationView(explanation, promptTokens = null, withChoice = true) {
   if (explanation === null || explanation === undefined) {
-    return html("p", { class: "hint", "data-part": "explanation" }, "No explanation was kept for this request.");
+    return html(
+      "p",
+      { class: "hint", "data-part": "explanation" },
+      "No explanation was kept for this request.",
+    );
   }
   const { chosen } = explanation;
   const alternatives = explanation.alternatives ?? [];
@@ -53,8 +63,12 @@ export function explanationView(explanation, promptTokens = null, withChoice = t
     "div",
     { "data-part": "explanation", class: "explanation" },
     withChoice ? html("p", { class: "choice" }, choiceInWords(chosen)) : null,
-    chosen.wait ? null : html("p", { class: "reason" }, html("b", {}, "Why: "), `${chosen.reason}.`),
-    comparisonInWords({ ...explanation, alternatives }, promptTokens).map((text) => html("p", {}, text)),
+    chosen.wait
+      ? null
+      : html("p", { class: "reason" }, html("b", {}, "Why: "), `${chosen.reason}.`),
+    comparisonInWords({ ...explanation, alternatives }, promptTokens).map((text) =>
+      html("p", {}, text),
+    ),
     alternativesView(alternatives, chosen.prefill ?? null),
     new Facts().draw(choiceFacts(chosen)),
   );
@@ -64,8 +78,18 @@ function choiceFacts(chosen) {
   if (chosen.wait) return [];
   return [
     ["cached there", `${format.count(chosen.cached_tokens)} tokens`],
-    ["handed over", chosen.nbytes > 0 ? `${format.bytes(chosen.nbytes)}${chosen.form ? `, ${chosen.form} form` : ""}` : null],
-    ["copies first", chosen.copies?.length > 0 ? format.plural(chosen.copies.length, "cached prefix", "cached prefixes") : null],
+    [
+      "handed over",
+      chosen.nbytes > 0
+        ? `${format.bytes(chosen.nbytes)}${chosen.form ? `, ${chosen.form} form` : ""}`
+        : null,
+    ],
+    [
+      "copies first",
+      chosen.copies?.length > 0
+        ? format.plural(chosen.copies.length, "cached prefix", "cached prefixes")
+        : null,
+    ],
   ];
 }
 
@@ -75,7 +99,9 @@ export function alternativesView(alternatives, chosenNode) {
   const longest = Math.max(...alternatives.map(sumOfParts));
   // Two alternatives may name one node (with and without a copied prefix): the first is the best.
   const taken = alternatives.findIndex((one) => one.node === chosenNode);
-  const rows = alternatives.slice(0, MOST_SHOWN).map((one, index) => alternativeRow(one, longest, index === taken));
+  const rows = alternatives
+    .slice(0, MOST_SHOWN)
+    .map((one, index) => alternativeRow(one, longest, index === taken));
   const hidden = alternatives.length - rows.length;
   return html(
     "div",
@@ -84,17 +110,31 @@ export function alternativesView(alternatives, chosenNode) {
       "table",
       {},
       html("caption", {}, "Predicted time to first token of each alternative"),
-      html("thead", {}, html("tr", {}, ["prefill node", "cached", "predicted"].map((name) => html("th", { scope: "col" }, name)))),
+      html(
+        "thead",
+        {},
+        html(
+          "tr",
+          {},
+          ["prefill node", "cached", "predicted"].map((name) => html("th", { scope: "col" }, name)),
+        ),
+      ),
       html("tbody", { "data-part": "alternatives" }, rows),
     ),
-    hidden > 0 ? html("p", { class: "hint" }, `${format.plural(hidden, "more alternative")} would be later.`) : null,
+    hidden > 0
+      ? html("p", { class: "hint" }, `${format.plural(hidden, "more alternative")} would be later.`)
+      : null,
   );
 }
 
 function alternativeRow(one, longest, taken) {
   const bar = splitBar();
   drawSplitBar(bar, one, longest);
-  const remarks = [one.cluster, one.remainder ? "decodes as well" : "", one.copies > 0 ? "after a copy" : ""];
+  const remarks = [
+    one.cluster,
+    one.remainder ? "decodes as well" : "",
+    one.copies > 0 ? "after a copy" : "",
+  ];
   return html(
     "tr",
     { class: taken ? "taken" : null },

@@ -65,7 +65,7 @@ export class History {
     if (old > 0) this.samples.splice(0, old);
   }
 
-  /** From and to, in seconds; at least a minute, so that the first samples do not fill the chart. */
+  /** From and to, in seconds; at least a minute: the first samples should not fill the chart. */
   get span() {
     const last = this.samples.at(-1)?.at_s ?? 0;
     const first = this.samples[0]?.at_s ?? last;
@@ -150,21 +150,34 @@ export function samplesBefore(sample, requests, keptSeconds = KEPT_S) {
   if (requests.length === 0) return [];
   const oldest = Math.min(...requests.map((request) => request.at_s + request.total_s));
   const found = [];
-  for (let at = sample.at_s - STEP_S; at >= Math.max(oldest, sample.at_s - keptSeconds); at -= STEP_S) {
+  for (
+    let at = sample.at_s - STEP_S;
+    at >= Math.max(oldest, sample.at_s - keptSeconds);
+    at -= STEP_S
+  ) {
     found.push(sampleWithout(sample, requests, at));
   }
   return found.reverse();
 }
 
 function sampleWithout(sample, requests, at) {
-  const before = { ...sample, at_s: at, ttft: { ...sample.ttft }, links: {}, backlogs: {}, thresholds: {}, planned_share: null };
+  const before = {
+    ...sample,
+    at_s: at,
+    ttft: { ...sample.ttft },
+    links: {},
+    backlogs: {},
+    thresholds: {},
+    planned_share: null,
+  };
   for (const request of requests) {
     if (request.ttft_s !== null && request.at_s + request.ttft_s > at) {
       before.ttft.first_tokens -= 1;
       for (const part of PARTS) before.ttft[part] -= request[part];
     }
     if (request.outcome === "in progress" || request.at_s + request.total_s <= at) continue;
-    const route = request.outcome !== "completed" ? "failed" : request.route === "remote" ? "remote" : "local";
+    const route =
+      request.outcome !== "completed" ? "failed" : request.route === "remote" ? "remote" : "local";
     before[route] -= 1;
     before.prompt_tokens -= request.prompt_tokens;
     before.cached_tokens -= request.cached_tokens;

@@ -57,19 +57,27 @@ export class Overview {
     const found = words.problems(scene);
     const shown = found.slice(0, MOST_PROBLEMS);
     if (found.length > shown.length) {
-      shown.push({ severity: "note", text: `and ${found.length - shown.length} more`, select: null });
+      shown.push({
+        severity: "note",
+        text: `and ${found.length - shown.length} more`,
+        select: null,
+      });
     }
     if (found.length === 0) {
       shown.push({ severity: "good", text: allIsWell(scene), select: null });
     }
     // The same thing keeps its chip while the numbers in its text change.
-    this.problems.draw(shown, (problem) => (problem.select === null ? problem.text : `${problem.select.about} ${problem.select.id}`));
+    this.problems.draw(shown, (problem) =>
+      problem.select === null ? problem.text : `${problem.select.about} ${problem.select.id}`,
+    );
     this.tiles.draw(tilesOf(scene, figures, this.windowSeconds), (tile) => tile.name);
   }
 }
 
 function allIsWell(scene) {
-  return scene.links.size > 0 ? "All links are clear, all nodes are in use" : "All nodes are in use";
+  return scene.links.size > 0
+    ? "All links are clear, all nodes are in use"
+    : "All nodes are in use";
 }
 
 function tilesOf(scene, figures, windowSeconds) {
@@ -77,10 +85,26 @@ function tilesOf(scene, figures, windowSeconds) {
   const known = (value, write) => (value === null ? "-" : write(value));
   const waiting = [...scene.homes.values()].reduce((sum, home) => sum + home.waiting, 0);
   return [
-    { name: "requests", value: known(figures.requests, format.perSecond), note: `Finished per second, ${recently}` },
-    { name: "TTFT", value: known(figures.ttft, format.duration), note: `Mean time to first token, ${recently}` },
-    { name: "offloaded", value: known(figures.offloaded, format.percent), note: "Share of requests that another cluster prefilled" },
-    { name: "cached", value: known(figures.cached, format.percent), note: "Share of prompt tokens that were found in a cache" },
+    {
+      name: "requests",
+      value: known(figures.requests, format.perSecond),
+      note: `Finished per second, ${recently}`,
+    },
+    {
+      name: "TTFT",
+      value: known(figures.ttft, format.duration),
+      note: `Mean time to first token, ${recently}`,
+    },
+    {
+      name: "offloaded",
+      value: known(figures.offloaded, format.percent),
+      note: "Share of requests that another cluster prefilled",
+    },
+    {
+      name: "cached",
+      value: known(figures.cached, format.percent),
+      note: "Share of prompt tokens that were found in a cache",
+    },
     { name: "in flight", value: format.count(scene.in_flight), note: "Requests in flight" },
     { name: "waiting", value: format.count(waiting), note: "Requests that wait for a node" },
   ];

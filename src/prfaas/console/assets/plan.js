@@ -25,11 +25,23 @@ export function flowTable({ sources, targets, rps, share, bps, link_bps, local_r
   const cell = (source, target) => {
     const rate = rps[source][target];
     if (rate === null) return "no link";
-    return `${format.perSecond(rate)} (${format.percent(share[source][target])}), ${format.rateOf(bps[source][target], link_bps[source][target])}`;
+    const part = format.percent(share[source][target]);
+    const bits = format.rateOf(bps[source][target], link_bps[source][target]);
+    return `${format.perSecond(rate)} (${part}), ${bits}`;
   };
-  const rows = sources.map((name, source) => [`from ${name}`, ...targets.map((_, target) => cell(source, target))]);
-  rows.push(["prefilled there", ...targets.map((_, target) => format.perSecond(local_rps[target]))]);
-  return { title: "Where requests are prefilled", columns: ["", ...targets.map((name) => `for ${name}`)], rows };
+  const rows = sources.map((name, source) => [
+    `from ${name}`,
+    ...targets.map((_, target) => cell(source, target)),
+  ]);
+  rows.push([
+    "prefilled there",
+    ...targets.map((_, target) => format.perSecond(local_rps[target])),
+  ]);
+  return {
+    title: "Where requests are prefilled",
+    columns: ["", ...targets.map((name) => `for ${name}`)],
+    rows,
+  };
 }
 
 export class PlanPage {
@@ -40,7 +52,10 @@ export class PlanPage {
     this.store.history = { samples: [], span: [0, 1] };
     const onSelect = (selection) => this.store.select(selection);
     this.map = new SceneMap(onSelect);
-    this.details = new Details(this.store, { formatTime: format.runTime, loadRequest: () => Promise.reject(new Error("A plan has no requests.")) });
+    this.details = new Details(this.store, {
+      formatTime: format.runTime,
+      loadRequest: () => Promise.reject(new Error("A plan has no requests.")),
+    });
     this.layout = new Layout({
       title: data.title,
       top: [this.headline(onSelect)],
@@ -68,13 +83,27 @@ export class PlanPage {
     const { data } = this;
     const limits = data.limits.map(({ text, where }) => {
       const selection = selectionOf(where, this.store.scene);
-      const attributes = selection === null ? {} : { type: "button", on: { click: () => onSelect(selection) } };
-      return html("li", {}, html(selection === null ? "span" : "button", { class: "chip", "data-severity": "warn", ...attributes }, `limited by ${text}`));
+      const attributes =
+        selection === null ? {} : { type: "button", on: { click: () => onSelect(selection) } };
+      return html(
+        "li",
+        {},
+        html(
+          selection === null ? "span" : "button",
+          { class: "chip", "data-severity": "warn", ...attributes },
+          `limited by ${text}`,
+        ),
+      );
     });
     return html(
       "section",
       { class: "overview", "aria-label": "Overview" },
-      html("div", { class: "overview-words" }, html("p", { class: "statement" }, data.headline), html("ul", { class: "problems" }, limits)),
+      html(
+        "div",
+        { class: "overview-words" },
+        html("p", { class: "statement" }, data.headline),
+        html("ul", { class: "problems" }, limits),
+      ),
     );
   }
 
@@ -90,6 +119,8 @@ export class PlanPage {
   }
 
   tables() {
-    return this.data.tables.map((table) => html("section", { "aria-label": table.title }, textTable(table)));
+    return this.data.tables.map((table) =>
+      html("section", { "aria-label": table.title }, textTable(table)),
+    );
   }
 }

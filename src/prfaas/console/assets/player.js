@@ -12,15 +12,41 @@ export class Player {
     this.span = [0, 0];
     this.at = 0;
     this.isPlaying = false;
-    this.button = html("button", { id: "play", type: "button", class: "primary", "aria-pressed": "false", on: { click: () => this.toggle() } }, "Play");
-    this.slider = html("input", { id: "scrub", type: "range", step: "any", "aria-label": "Time in the run", on: { input: () => this.drag() } });
+    this.button = html(
+      "button",
+      {
+        id: "play",
+        type: "button",
+        class: "primary",
+        "aria-pressed": "false",
+        on: { click: () => this.toggle() },
+      },
+      "Play",
+    );
+    this.slider = html("input", {
+      id: "scrub",
+      type: "range",
+      step: "any",
+      "aria-label": "Time in the run",
+      on: { input: () => this.drag() },
+    });
     this.clock = html("output", { for: "scrub" });
     this.length = html(
       "select",
       { id: "speed" },
-      LENGTHS_S.map((seconds) => html("option", { value: seconds, selected: seconds === 60 }, `the whole run in ${format.duration(seconds)}`)),
+      LENGTHS_S.map((seconds) =>
+        html(
+          "option",
+          { value: seconds, selected: seconds === 60 },
+          `the whole run in ${format.duration(seconds)}`,
+        ),
+      ),
     );
-    this.runs = html("select", { id: "run", on: { change: () => onRun(this.runs.selectedIndex) } }, runs.map((name, index) => html("option", { value: index }, name)));
+    this.runs = html(
+      "select",
+      { id: "run", on: { change: () => onRun(this.runs.selectedIndex) } },
+      runs.map((name, index) => html("option", { value: index }, name)),
+    );
     this.element = html(
       "section",
       { class: "player", "aria-label": "Replay" },

@@ -21,8 +21,22 @@ export function stepAt(steps, k) {
 const NODE_STEPS = ["role", "becomes", "status"];
 const LINK_STEPS = ["capacity_bps", "verdict", "cause"];
 const LINK_COLUMNS = ["rate_bps", "backlog_bytes", "waited_s"];
-const HOME_STEPS = ["threshold_tokens", "planned_threshold_tokens", "planned_rps", "planned_share", "plan_reason"];
-const HOME_COLUMNS = ["waiting", "local", "remote", "failed", "prompt_tokens", "cached_tokens", "stateless_tokens"];
+const HOME_STEPS = [
+  "threshold_tokens",
+  "planned_threshold_tokens",
+  "planned_rps",
+  "planned_share",
+  "plan_reason",
+];
+const HOME_COLUMNS = [
+  "waiting",
+  "local",
+  "remote",
+  "failed",
+  "prompt_tokens",
+  "cached_tokens",
+  "stateless_tokens",
+];
 const TTFT_PARTS = ["first_tokens", "wait_s", "prefill_s", "transfer_s", "decode_s"];
 
 function read(given, k, steps, columns) {
@@ -53,20 +67,33 @@ export class Replay {
   /** `withNodes`: the charts need no nodes, and a run has 600 frames. */
   sceneAt(k, withNodes = true) {
     const { run } = this;
-    const nodeAt = (node) => ({ id: node.id, name: node.name, slots: node.slots, ...read(node, k, NODE_STEPS, ["active", "queued"]) });
+    const nodeAt = (node) => ({
+      id: node.id,
+      name: node.name,
+      slots: node.slots,
+      ...read(node, k, NODE_STEPS, ["active", "queued"]),
+    });
     const threshold = (home) => ({ has_plan: stepAt(home.planned_rps ?? [], k) !== null });
     return completeScene({
       at_s: this.times[k],
       model: this.model,
       policy: run.policy,
-      clusters: run.clusters.map(({ name, kind, nodes }) => ({ name, kind, nodes: withNodes ? nodes.map(nodeAt) : [] })),
+      clusters: run.clusters.map(({ name, kind, nodes }) => ({
+        name,
+        kind,
+        nodes: withNodes ? nodes.map(nodeAt) : [],
+      })),
       links: run.links.map((link) => ({
         source: link.source,
         target: link.target,
         rtt_s: link.rtt_s,
         ...read(link, k, LINK_STEPS, LINK_COLUMNS),
       })),
-      homes: run.homes.map((home) => ({ cluster: home.cluster, ...threshold(home), ...read(home, k, HOME_STEPS, HOME_COLUMNS) })),
+      homes: run.homes.map((home) => ({
+        cluster: home.cluster,
+        ...threshold(home),
+        ...read(home, k, HOME_STEPS, HOME_COLUMNS),
+      })),
       ttft: read(run.ttft, k, [], TTFT_PARTS),
       in_flight: run.in_flight[k],
     });
@@ -91,7 +118,7 @@ export class Replay {
     return this.requests.slice(Math.max(0, end - most), end).reverse();
   }
 
-  /** What the router compared for a request, in the form of `/prfaas/v1/explain`; null: not kept. */
+  /** What the router compared, in the form of `/prfaas/v1/explain`; null: it was not kept. */
   explanationOf(request) {
     if (request.alternatives === null) return null;
     const home = this.run.homes.find((one) => one.cluster === request.home);
@@ -124,7 +151,8 @@ export function decodeRequests({ names, columns }) {
     for (const [key, column] of Object.entries(columns)) {
       if (key !== "id" && key !== "alternatives") request[key] = column[row];
     }
-    for (const key of ["home", "route", "outcome", "reason"]) request[key] = named(key, columns[key][row]);
+    for (const key of ["home", "route", "outcome", "reason"])
+      request[key] = named(key, columns[key][row]);
     for (const key of ["prefill", "decode"]) request[key] = named("node", columns[key][row]);
     const compared = columns.alternatives?.[row] ?? null;
     request.alternatives = compared?.map((one) => decodeAlternative(one, named)) ?? null;
@@ -140,4 +168,3 @@ function decodeAlternative([node, cached_tokens, wait_s, prefill_s, transfer_s, 
 export function windowOf(times) {
   return Math.max(15, Math.round((times.at(-1) - times[0]) / 60));
 }
-

@@ -1,7 +1,9 @@
 // From values to places on a chart: scales, ticks, paths. Pure.
 
 const STEPS = [1, 2, 2.5, 5, 10];
-const TIME_STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400];
+const TIME_STEPS = [
+  1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400,
+];
 
 /** The place of a value of `from`..`to` between `start` and `end`. */
 export function linear(from, to, start, end) {
@@ -38,7 +40,7 @@ export function timeTicks(from, to, most = 5, offset = 0) {
   return ticks;
 }
 
-/** About `number` round values among a parameter's values; powers of ten where the axis has logs. */
+/** About `number` round values among a parameter's; near powers of ten on a logarithmic axis. */
 export function parameterTicks(values, isLog, number) {
   const from = Math.min(...values.filter((value) => !isLog || value > 0));
   const to = Math.max(...values);

@@ -27,7 +27,11 @@ export class SimulationPage {
     const onPick = (at_s) => this.player.seek(at_s);
     // Runs of one report have about the same length, so one window serves all of them.
     const windowSeconds = windowOf(data.runs[0].times_s);
-    this.player = new Player({ runs: data.runs.map((run) => run.name), onMove: (at_s) => this.move(at_s), onRun: (index) => this.choose(index) });
+    this.player = new Player({
+      runs: data.runs.map((run) => run.name),
+      onMove: (at_s) => this.move(at_s),
+      onRun: (index) => this.choose(index),
+    });
     this.overview = new Overview(onSelect, windowSeconds);
     this.map = new SceneMap(onSelect);
     this.charts = new Charts({ formatTime, onPick, windowSeconds, zone: 0 });
@@ -73,7 +77,9 @@ export class SimulationPage {
     this.store.history = { samples: this.replay.samples, span: this.replay.span };
     this.store.events = run.events;
     this.drawnScene = null;
-    this.layout.describe(`${this.data.model} · policy ${run.policy} · made by ${this.data.made_by}`);
+    this.layout.describe(
+      `${this.data.model} · policy ${run.policy} · made by ${this.data.made_by}`,
+    );
     this.drawResults(index);
     this.player.setSpan(this.replay.span);
     this.player.seek(Math.min(at_s, this.replay.span[1]));
@@ -101,7 +107,13 @@ export class SimulationPage {
     this.overview.draw(scene, history.samples, this.frame);
     this.map.draw(scene, isMarked);
     this.charts.draw(history.samples, replay.span, scene.at_s);
-    this.timeline.draw({ events: store.events, from, to, cursor: scene.at_s, marked: replay.run.window_s ?? null });
+    this.timeline.draw({
+      events: store.events,
+      from,
+      to,
+      cursor: scene.at_s,
+      marked: replay.run.window_s ?? null,
+    });
     this.table.draw(store.requests, isMarked);
     this.details.draw();
     this.layout.say(words.changes(this.drawnScene, scene));
@@ -111,9 +123,21 @@ export class SimulationPage {
 
   drawResults(index) {
     const { runs, tables } = this.data;
-    const rows = runs[index].summary.map(([label], row) => [label, ...runs.map((run) => run.summary[row]?.[1] ?? "-")]);
-    const results = textTable({ title: "Results", columns: ["", ...runs.map((run) => run.name)], rows, current: index + 1 });
-    const notes = html("ul", { class: "notes" }, (runs[index].notes ?? []).map((note) => html("li", { class: "problem" }, note)));
+    const rows = runs[index].summary.map(([label], row) => [
+      label,
+      ...runs.map((run) => run.summary[row]?.[1] ?? "-"),
+    ]);
+    const results = textTable({
+      title: "Results",
+      columns: ["", ...runs.map((run) => run.name)],
+      rows,
+      current: index + 1,
+    });
+    const notes = html(
+      "ul",
+      { class: "notes" },
+      (runs[index].notes ?? []).map((note) => html("li", { class: "problem" }, note)),
+    );
     const others = [...(runs[index].tables ?? []), ...(tables ?? [])].map(textTable);
     replaceChildren(this.results, notes.children.length > 0 ? notes : null, results, others);
   }
