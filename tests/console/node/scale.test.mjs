@@ -68,10 +68,13 @@ test("the newest point is kept when points are left out", () => {
   assert.deepEqual(kept.at(-1), [999, 999]);
 });
 
-test("the nearest sample", () => {
-  assert.equal(scale.nearest([], 1), -1);
-  assert.deepEqual(
-    [-5, 1.4, 1.6, 9].map((at) => scale.nearest([0, 1, 2], at)),
-    [0, 1, 2, 2],
-  );
+test("the value of the nearest sample", () => {
+  const points = [
+    [0, "a"],
+    [1, "b"],
+    [2, "c"],
+  ];
+  assert.equal(scale.valueNear([], 1), null);
+  const found = [-5, 1.4, 1.6, Infinity].map((at) => scale.valueNear(points, at));
+  assert.deepEqual(found, ["a", "b", "c", "c"]);
 });

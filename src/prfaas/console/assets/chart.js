@@ -198,16 +198,8 @@ export class Chart {
   }
 
   /** The value at the cursor, or the latest one. */
-  valueOf(series) {
-    const { points } = series;
-    if (points.length === 0) return null;
-    if (this.at === null || this.at === undefined) return points.at(-1)[1];
-    return points[
-      scale.nearest(
-        points.map(([at]) => at),
-        this.at,
-      )
-    ][1];
+  valueOf({ points }) {
+    return scale.valueNear(points, this.at ?? Infinity);
   }
 
   drawLegend(item, series) {

@@ -135,13 +135,12 @@ export function linkBody(id, store, page) {
       facts.draw(linkFacts(link));
       const { samples, span } = store.history;
       for (const chart of [rate, queue]) setAttribute(chart.element, "hidden", samples.length < 2);
-      const capacity = samples.map((sample) => [sample.at_s, link.capacity_bps || null]);
       const read = (key) => history.direct(samples, (sample) => sample[key][id] ?? null);
       const common = { from: span[0], to: span[1], cursor: page.cursor?.() ?? null };
       rate.draw({
         series: [
           { name: "rate", tone: "transfer", points: read("links") },
-          { name: "capacity", tone: "plan", dashed: true, points: capacity },
+          { name: "capacity", tone: "plan", dashed: true, points: read("capacities") },
         ],
         ...common,
       });

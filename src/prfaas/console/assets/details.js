@@ -58,7 +58,6 @@ export class Details {
   }
 
   open(selection) {
-    const wasClosed = this.selection === null;
     this.selection = selection;
     setAttribute(this.element, "hidden", selection === null);
     setAttribute(this.element, "data-about", selection?.about);
@@ -66,7 +65,9 @@ export class Details {
       selection === null ? null : BODIES[selection.about](selection.id, this.store, this.page);
     replaceChildren(this.content, this.body?.element);
     if (selection === null) return;
-    if (wasClosed) this.origin = document.activeElement;
+    // Not the panel itself, where a request of a node leads to the request.
+    const active = document.activeElement;
+    if (!this.element.contains(active)) this.origin = active;
     setText(this.title, this.body.title());
     this.element.scrollTop = 0;
     // A screen reader goes on in the panel. The page must not jump there for the others.

@@ -82,7 +82,7 @@ function curve(x1, y1, x2, y2) {
  *
  * `boxes`: by cluster {x, y, width, height, side: "left" | "right"};
  * `links`: [{key, source, target}]; `label` and `size`: {width, height} of a label and of the map.
- * Returns by key {x, y, path, end}: the label's centre, the line, and where the line ends. Each
+ * Returns by key {x, y, path, arrow}: the label's centre, the line, and the arrow at its end. Each
  * line goes through its label, so that no label is in doubt about its line.
  */
 export function placeLinks(boxes, links, label, size) {
@@ -110,9 +110,20 @@ export function placeLinks(boxes, links, label, size) {
     const enter = near(boxes.get(link.source));
     const leave = near(boxes.get(link.target));
     const path = curve(start.x, start.y, enter, y) + curve(leave, y, end.x, end.y);
-    places.set(link.key, { x, y, path, end });
+    places.set(link.key, { x, y, path, arrow: arrowAt(end, boxes.get(link.target).side) });
   });
   return places;
+}
+
+/** The `points` of an arrow that touches a box on this side of the map. */
+function arrowAt({ x, y }, side) {
+  const back = side === "left" ? x + 11 : x - 11;
+  const corners = [
+    [x, y],
+    [back, y - 6],
+    [back, y + 6],
+  ];
+  return corners.map((corner) => corner.map((value) => value.toFixed(1)).join(",")).join(" ");
 }
 
 function innerEdge(box) {

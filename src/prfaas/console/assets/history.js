@@ -35,9 +35,11 @@ export function sampleOf(scene) {
   sample.planned_share = requests > 0 ? planned / requests : null;
   sample.links = {};
   sample.backlogs = {};
+  sample.capacities = {};
   for (const [key, link] of scene.links) {
     sample.links[key] = link.rate_bps;
     sample.backlogs[key] = link.backlog_bytes;
+    sample.capacities[key] = link.capacity_bps;
   }
   return sample;
 }
@@ -167,6 +169,7 @@ function sampleWithout(sample, requests, at) {
     ttft: { ...sample.ttft },
     links: {},
     backlogs: {},
+    capacities: {},
     thresholds: {},
     planned_share: null,
   };

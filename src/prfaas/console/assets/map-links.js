@@ -106,14 +106,14 @@ export class LinkLayer {
   place(boxes, size) {
     setAttributes(this.lines, { width: size.width, height: size.height });
     const places = geometry.placeLinks(boxes, this.links, this.labelSize(), size);
-    for (const [key, { x, y, path, end }] of places) {
+    for (const [key, { x, y, path, arrow }] of places) {
       const item = this.items.elements.get(key);
       setVariable(item, "--x", `${x.toFixed(1)}px`);
       setVariable(item, "--y", `${y.toFixed(1)}px`);
-      const [bed, flow, dot] = this.groups.elements.get(key).children;
+      const [bed, flow, head] = this.groups.elements.get(key).children;
       setAttribute(bed, "d", path);
       setAttribute(flow, "d", path);
-      setAttributes(dot, { cx: end.x.toFixed(1), cy: end.y.toFixed(1) });
+      setAttribute(head, "points", arrow);
     }
   }
 }
@@ -124,7 +124,7 @@ function createLine() {
     {},
     svg("path", { class: "link-bed" }),
     svg("path", { class: "link-flow" }),
-    svg("circle", { r: 4 }),
+    svg("polygon", {}),
   );
 }
 

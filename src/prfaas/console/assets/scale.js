@@ -118,17 +118,18 @@ export function thinned(points, most) {
   return kept;
 }
 
-/** The index of the sample nearest to a time; -1 where there are none. `times` rises. */
-export function nearest(times, at) {
-  if (times.length === 0) return -1;
+/** The value of the [at_s, value] point nearest to a time; null where there are none. */
+export function valueNear(points, at) {
+  if (points.length === 0) return null;
   let low = 0;
-  let high = times.length - 1;
+  let high = points.length - 1;
   while (low < high) {
     const middle = (low + high) >> 1;
-    if (times[middle] < at) low = middle + 1;
+    if (points[middle][0] < at) low = middle + 1;
     else high = middle;
   }
-  return low > 0 && at - times[low - 1] <= times[low] - at ? low - 1 : low;
+  const isEarlier = low > 0 && at - points[low - 1][0] <= points[low][0] - at;
+  return points[isEarlier ? low - 1 : low][1];
 }
 
 /** The largest value of all points; 0 where there are none. */

@@ -20,7 +20,7 @@ export class SimulationPage {
   constructor(data) {
     this.data = data;
     this.store = new Store();
-    this.frame = 0;
+    this.frame = null; // of the run; null: none is shown yet
     this.drawnScene = null;
     const onSelect = (selection) => this.store.select(selection);
     const formatTime = format.runTime;
@@ -77,6 +77,7 @@ export class SimulationPage {
     this.store.history = { samples: this.replay.samples, span: this.replay.span };
     this.store.events = run.events;
     this.drawnScene = null;
+    this.frame = null;
     this.layout.describe(
       `${this.data.model} · policy ${run.policy} · made by ${this.data.made_by}`,
     );
@@ -86,7 +87,9 @@ export class SimulationPage {
   }
 
   move(at_s) {
-    this.frame = this.replay.frameAt(at_s);
+    const frame = this.replay.frameAt(at_s);
+    if (frame === this.frame) return; // the player moves more often than the run has frames
+    this.frame = frame;
     this.store.scene = this.replay.sceneAt(this.frame);
     this.store.requests = this.replay.requestsAt(this.store.scene.at_s);
     this.store.changed();
