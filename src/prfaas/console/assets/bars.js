@@ -20,7 +20,11 @@ function partsInWords(parts) {
 
 /** A bar of wait, prefill, transfer and decode; `longest` seconds fill it. */
 export function splitBar() {
-  return html("span", { class: "split", role: "img" }, PARTS.map(([name]) => html("span", { class: `split-part fill-${name}` })));
+  return html(
+    "span",
+    { class: "split", role: "img" },
+    PARTS.map(([name]) => html("span", { class: `split-part fill-${name}` })),
+  );
 }
 
 export function drawSplitBar(bar, parts, longest) {
@@ -36,8 +40,19 @@ export function splitWithNumbers(parts) {
   const bar = splitBar();
   drawSplitBar(bar, parts, sumOfParts(parts));
   const entry = ([name, key]) =>
-    html("li", {}, html("span", { class: `swatch tone-${name}` }), `${name} `, html("b", {}, format.duration(parts[key] ?? 0)));
-  return html("div", { class: "split-block" }, bar, html("ul", { class: "legend" }, PARTS.map(entry)));
+    html(
+      "li",
+      {},
+      html("span", { class: `swatch tone-${name}` }),
+      `${name} `,
+      html("b", {}, format.duration(parts[key] ?? 0)),
+    );
+  return html(
+    "div",
+    { class: "split-block" },
+    bar,
+    html("ul", { class: "legend" }, PARTS.map(entry)),
+  );
 }
 
 /** A list of terms and values that can be drawn again; entries without a value are left out. */
@@ -52,17 +67,27 @@ export class Facts {
   }
 
   draw(entries) {
-    const known = entries.filter(([, value]) => value !== null && value !== undefined && value !== "");
+    const known = entries.filter(
+      ([, value]) => value !== null && value !== undefined && value !== "",
+    );
     this.entries.draw(known, ([term]) => term);
     return this.element;
   }
 }
 
-/** A table of text: the first column is a heading, the others are numbers. */
-export function textTable({ title, columns, rows }) {
-  const head = columns.map((name) => html("th", { scope: "col" }, name));
+/** A table of text: the first column is a heading, the others are numbers; `current` is marked. */
+export function textTable({ title, columns, rows, current = null }) {
+  const mark = (column) => (column === current ? "current" : null);
+  const head = columns.map((name, column) =>
+    html("th", { scope: "col", class: mark(column) }, name),
+  );
   const body = rows.map(([first, ...rest]) =>
-    html("tr", {}, html("th", { scope: "row" }, first), rest.map((cell) => html("td", {}, cell))),
+    html(
+      "tr",
+      {},
+      html("th", { scope: "row" }, first),
+      rest.map((cell, index) => html("td", { class: mark(index + 1) }, cell)),
+    ),
   );
   return html(
     "div",

@@ -1,25 +1,45 @@
-// One chart: lines or stacked areas over time, with axes, a legend and a sentence that says the same.
+// One chart: lines or stacked areas over time, with axes, a legend and its values in words.
 //
 // A chart is drawn with `draw({series, from, to, cursor})`. A series is
 // {name, tone, points: [[at_s, value | null], ...], dashed}; `tone` names a colour of console.css.
 
-import { html, KeyedList, observeWidth, setAttribute, setAttributes, setText, svg } from "prfaas/dom";
+import {
+  html,
+  KeyedList,
+  observeWidth,
+  setAttribute,
+  setAttributes,
+  setText,
+  svg,
+} from "prfaas/dom";
 import * as scale from "prfaas/scale";
 
 const HEIGHT = 128;
 const EDGE = { left: 46, right: 8, top: 8, bottom: 18 };
-const MOST_POINTS = 300;
+const MOST_POINTS = 640; // ten minutes of a live page, or all frames of a run
 
 export class Chart {
   /**
    * `kind`: "line" or "stack". `format` writes a value. `formatTime` writes a time of the axis.
-   * `top`: a fixed end of the scale. `onPick(at_s)`: called on a click, where given.
+   * `top`: a fixed end of the scale. `onPick(at_s)`: called on a click, where given. `zone`:
+   * seconds by which round times are shifted; null: the reader's time zone.
    */
-  constructor({ id, title, kind = "line", format, formatTime, top = null, note = "", onPick = null }) {
+  constructor({
+    id,
+    title,
+    kind = "line",
+    format,
+    formatTime,
+    top = null,
+    note = "",
+    onPick = null,
+    zone = null,
+  }) {
     this.kind = kind;
     this.format = format;
     this.formatTime = formatTime;
     this.top = top;
+    this.zone = zone;
     this.title = title;
     this.width = 0;
     this.drawn = null;
@@ -62,7 +82,12 @@ export class Chart {
     this.element = html(
       "figure",
       { class: "chart", "data-chart": id },
-      html("figcaption", {}, html("span", { class: "chart-title", title: note || null }, this.title), this.value),
+      html(
+        "figcaption",
+        {},
+        html("span", { class: "chart-title", title: note || null }, this.title),
+        this.value,
+      ),
       this.drawing,
       this.legend,
     );
@@ -90,22 +115,41 @@ export class Chart {
 
   /** `cursor`: a time to mark; in a replay, the time that the map shows. */
   draw({ series, from, to, cursor = null }) {
-    this.drawn = { series, from, to, cursor };
-    if (this.width === 0) return; // not laid out yet; the observer draws again
+    const { drawn, width } = this;
+    const isSame =
+      drawn?.series === series && drawn.from === from && drawn.to === to && drawn.width === width;
+    this.drawn = { series, from, to, cursor, width };
+    if (width === 0) return; // not laid out yet; the observer draws again
+    if (!isSame) this.drawLines(series, from, to);
+    this.at = this.hovered ?? cursor;
+    setAttribute(this.cursor, "visibility", this.at === null ? "hidden" : "visible");
+    if (this.at !== null) {
+      const x = scale
+        .linear(
+          from,
+          to,
+          EDGE.left,
+          width - EDGE.right,
+        )(this.at)
+        .toFixed(1);
+      setAttributes(this.cursor, { x1: x, x2: x });
+    }
+    this.legendItems.draw(series, (one) => one.name);
+    this.describe(series);
+  }
+
+  drawLines(series, from, to) {
     const shown = series.map((one) => ({ ...one, points: scale.thinned(one.points, MOST_POINTS) }));
     const values = shown.map((one) => one.points);
     const sums = this.kind === "stack" ? scale.stacked(values) : values;
     const ticks = scale.valueTicks(this.top ?? scale.highest(sums));
     const x = scale.linear(from, to, EDGE.left, this.width - EDGE.right);
     const y = scale.linear(0, ticks.at(-1), HEIGHT - EDGE.bottom, EDGE.top);
-    this.ticks.draw([...this.valueTicks(ticks, y), ...this.timeTicks(from, to, x)], (tick) => tick.key);
+    this.ticks.draw(
+      [...this.valueTicks(ticks, y), ...this.timeTicks(from, to, x)],
+      (tick) => tick.key,
+    );
     this.paths.draw(this.pathsOf(shown, sums, from, x, y), (path) => path.key);
-    const marked = this.hovered ?? cursor;
-    this.at = marked;
-    setAttribute(this.cursor, "visibility", marked === null ? "hidden" : "visible");
-    if (marked !== null) setAttributes(this.cursor, { x1: x(marked), x2: x(marked) });
-    this.legendItems.draw(series, (one) => one.name);
-    this.describe(series);
   }
 
   pathsOf(shown, sums, from, x, y) {
@@ -120,7 +164,11 @@ export class Chart {
         const lower = index > 0 ? placed[index - 1] : points.map(([at]) => [at, y(0)]);
         return { key: name, d: scale.areaPath(points, lower), class: `area tone-${tone}` };
       }
-      return { key: name, d: scale.linePath(points), class: `line tone-${tone}${dashed ? " dashed" : ""}` };
+      return {
+        key: name,
+        d: scale.linePath(points),
+        class: `line tone-${tone}${dashed ? " dashed" : ""}`,
+      };
     });
   }
 
@@ -134,7 +182,7 @@ export class Chart {
   }
 
   timeTicks(from, to, x) {
-    const zone = -new Date(to * 1000).getTimezoneOffset() * 60;
+    const zone = this.zone ?? scale.zoneAt(to);
     const most = Math.max(2, Math.floor(this.width / 90));
     return scale.timeTicks(from, to, most, zone).map((at, rank) => {
       const place = x(at);
@@ -150,11 +198,8 @@ export class Chart {
   }
 
   /** The value at the cursor, or the latest one. */
-  valueOf(series) {
-    const { points } = series;
-    if (points.length === 0) return null;
-    if (this.at === null || this.at === undefined) return points.at(-1)[1];
-    return points[scale.nearest(points.map(([at]) => at), this.at)][1];
+  valueOf({ points }) {
+    return scale.valueNear(points, this.at ?? Infinity);
   }
 
   drawLegend(item, series) {
@@ -169,11 +214,16 @@ export class Chart {
     const values = series.map((one) => this.valueOf(one));
     const known = values.filter((value) => value !== null);
     const sum = known.reduce((one, other) => one + other, 0);
-    const main = this.kind === "stack" ? (known.length > 0 ? sum : null) : values[0] ?? null;
+    const main = this.kind === "stack" ? (known.length > 0 ? sum : null) : (values[0] ?? null);
     setText(this.value, main === null ? "-" : this.format(main));
     const parts = series.map(
-      (one, index) => `${one.name} ${values[index] === null ? "unknown" : this.format(values[index])}`,
+      (one, index) =>
+        `${one.name} ${values[index] === null ? "unknown" : this.format(values[index])}`,
     );
-    setAttribute(this.drawing, "aria-label", `${this.title}: ${parts.join(", ") || "no data yet"}.`);
+    setAttribute(
+      this.drawing,
+      "aria-label",
+      `${this.title}: ${parts.join(", ") || "no data yet"}.`,
+    );
   }
 }

@@ -21,7 +21,7 @@ function mostUsed(samples, read) {
 }
 
 function windowSeries(name, tone, measure) {
-  return { name, tone, read: (samples) => history.windowed(samples, measure) };
+  return { name, tone, read: (samples, seconds) => history.windowed(samples, measure, seconds) };
 }
 
 const FIXED = {
@@ -89,7 +89,7 @@ const CHARTS = [
     title: "Requests prefilled in another cluster",
     format: format.percent,
     top: 1,
-    note: "Share of the requests that finished in the last 15 s.",
+    note: "Share of the requests that finished within a sliding window.",
   },
   {
     id: "threshold",
@@ -103,14 +103,14 @@ const CHARTS = [
     title: "Time to first token, mean",
     kind: "stack",
     format: format.duration,
-    note: "Mean over the first tokens of the last 15 s.",
+    note: "Mean over the first tokens of a sliding window.",
   },
   {
     id: "requests",
     title: "Requests finished",
     kind: "stack",
     format: format.perSecond,
-    note: "Requests per second, over the last 15 s.",
+    note: "Requests per second, over a sliding window.",
   },
   {
     id: "cache",
@@ -124,10 +124,11 @@ const CHARTS = [
 
 export class Charts {
   /** `formatTime` writes times of the axis. `onPick(at_s)`: in a replay, a click moves there. */
-  constructor({ formatTime, onPick = null }) {
+  constructor({ formatTime, onPick = null, windowSeconds = history.WINDOW_S, zone = null }) {
+    this.windowSeconds = windowSeconds;
     this.charts = CHARTS.map((given) => ({
       given,
-      chart: new Chart({ ...given, formatTime, onPick }),
+      chart: new Chart({ ...given, formatTime, onPick, zone }),
     }));
     this.element = html(
       "section",
@@ -138,11 +139,23 @@ export class Charts {
   }
 
   draw(samples, [from, to], cursor = null) {
-    for (const { given, chart } of this.charts) {
-      const series =
-        given.series?.(samples) ??
-        FIXED[given.id].map(({ read, ...rest }) => ({ ...rest, points: read(samples) }));
-      chart.draw({ series, from, to, cursor });
+    // A replay draws the same samples with another cursor, and a selection changes no sample.
+    const last = samples.at(-1);
+    if (this.samples !== samples || this.last !== last) {
+      this.samples = samples;
+      this.last = last;
+      this.series = this.charts.map(({ given }) => this.seriesOf(given, samples));
     }
+    this.charts.forEach(({ chart }, index) => {
+      chart.draw({ series: this.series[index], from, to, cursor });
+    });
+  }
+
+  seriesOf(given, samples) {
+    if (given.series !== undefined) return given.series(samples);
+    return FIXED[given.id].map(({ read, ...rest }) => ({
+      ...rest,
+      points: read(samples, this.windowSeconds),
+    }));
   }
 }

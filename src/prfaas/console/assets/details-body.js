@@ -21,11 +21,26 @@ function requestList(store, page, passes) {
       html(
         "li",
         {},
-        html("button", { type: "button", class: "plain", on: { click: () => store.select({ about: "request", id: request.id }) } }),
+        html("button", {
+          type: "button",
+          class: "plain",
+          on: { click: () => store.select({ about: "request", id: request.id }) },
+        }),
       ),
     (item, request) => {
-      const first = request.ttft_s === null ? request.outcome : `first token after ${format.duration(request.ttft_s)}`;
-      setText(item.firstElementChild, `${page.formatTime(request.at_s)}, ${format.tokens(request.prompt_tokens)}, ${request.route}, ${first}`);
+      const first =
+        request.ttft_s === null
+          ? request.outcome
+          : `first token after ${format.duration(request.ttft_s)}`;
+      setText(
+        item.firstElementChild,
+        [
+          page.formatTime(request.at_s),
+          format.tokens(request.prompt_tokens),
+          request.route,
+          first,
+        ].join(", "),
+      );
     },
   );
   const draw = () => {
@@ -40,7 +55,11 @@ export function nodeBody(id, store, page) {
   const facts = new Facts();
   const problem = html("p", { class: "problem" });
   let name = store.findNode(id)?.node.name ?? id;
-  const requests = requestList(store, page, (request) => request.prefill === name || request.decode === name);
+  const requests = requestList(
+    store,
+    page,
+    (request) => request.prefill === name || request.decode === name,
+  );
   return {
     title: () => `Node ${name}`,
     element: html("div", {}, problem, facts.element, requests.element),
@@ -64,13 +83,23 @@ function nodeFacts(node, cluster, id) {
   const free = node.capacity_bytes - node.used_bytes - node.evictable_bytes;
   const hasMemory = node.capacity_bytes > 0;
   return [
-    ["cluster", `${cluster.name} (${cluster.kind === "pd" ? "PD" : "PrfaaS"}${cluster.drained ? ", drained" : ""})`],
+    ["cluster", `${cluster.name}, a ${cluster.kind === "pd" ? "PD" : "PrfaaS"} cluster`],
     ["status", node.status],
     ["role", node.role ?? "none yet"],
     ["becomes", node.becomes],
     ["requests", words.nodeLoad(node)],
-    ["next prefill", node.role === "prefill" && node.status === "in use" ? (node.wait_s > 0 ? `in ${format.duration(node.wait_s)}` : "at once") : null],
-    ["KV in use", hasMemory ? `${format.bytes(node.used_bytes)} of ${format.bytes(node.capacity_bytes)}` : null],
+    [
+      "next prefill",
+      node.role === "prefill" && node.status === "in use"
+        ? node.wait_s > 0
+          ? `in ${format.duration(node.wait_s)}`
+          : "at once"
+        : null,
+    ],
+    [
+      "KV in use",
+      hasMemory ? `${format.bytes(node.used_bytes)} of ${format.bytes(node.capacity_bytes)}` : null,
+    ],
     ["KV to evict", hasMemory ? `${format.bytes(node.evictable_bytes)}: cached prefixes` : null],
     ["KV free", hasMemory ? format.bytes(Math.max(0, free)) : null],
     ["address", id === node.name ? null : id],
@@ -80,7 +109,8 @@ function nodeFacts(node, cluster, id) {
 export function linkBody(id, store, page) {
   const facts = new Facts();
   const state = html("p", { class: "link-state" });
-  const chartOf = (given) => new Chart({ formatTime: page.formatTime, ...given });
+  const chartOf = (given) =>
+    new Chart({ formatTime: page.formatTime, zone: page.zone ?? null, ...given });
   const rate = chartOf({ id: "link-rate", title: "Rate", format: format.rate });
   const queue = chartOf({ id: "link-queue", title: "Queue", format: format.bytes });
   const title = id.replace(" -> ", " → ");
@@ -94,36 +124,47 @@ export function linkBody(id, store, page) {
     element: html("div", {}, state, facts.element, rate.element, queue.element, requests.element),
     draw() {
       const link = store.scene.links.get(id);
-      setText(state, link === undefined ? "The link is no longer part of the deployment." : `${words.linkState(link)}.`);
+      setText(
+        state,
+        link === undefined
+          ? "The link is no longer part of the deployment."
+          : `${words.linkState(link)}.`,
+      );
       setAttribute(state, "data-verdict", link?.verdict);
       if (link === undefined) return;
       facts.draw(linkFacts(link));
       const { samples, span } = store.history;
-      const capacity = samples.map((sample) => [sample.at_s, link.capacity_bps || null]);
+      for (const chart of [rate, queue]) setAttribute(chart.element, "hidden", samples.length < 2);
       const read = (key) => history.direct(samples, (sample) => sample[key][id] ?? null);
       const common = { from: span[0], to: span[1], cursor: page.cursor?.() ?? null };
       rate.draw({
         series: [
           { name: "rate", tone: "transfer", points: read("links") },
-          { name: "capacity", tone: "plan", dashed: true, points: capacity },
+          { name: "capacity", tone: "plan", dashed: true, points: read("capacities") },
         ],
         ...common,
       });
-      queue.draw({ series: [{ name: "not yet arrived", tone: "warn", points: read("backlogs") }], ...common });
+      queue.draw({
+        series: [{ name: "not yet arrived", tone: "warn", points: read("backlogs") }],
+        ...common,
+      });
       requests.draw();
     },
   };
 }
 
-/** Whether the request's KV crossed the link: it was prefilled at one end and decoded at the other. */
+/** Whether the request's KV crossed the link, from its prefill node to its decode node. */
 function usesLink(store, request, link) {
   const has = (cluster, name) =>
-    [...(store.scene.clusters.get(cluster)?.nodes.values() ?? [])].some((node) => node.name === name);
+    [...(store.scene.clusters.get(cluster)?.nodes.values() ?? [])].some(
+      (node) => node.name === name,
+    );
   return has(link.source, request.prefill) && has(link.target, request.decode);
 }
 
 function linkFacts(link) {
-  const used = link.capacity_bps > 0 ? ` (${format.percent(link.rate_bps / link.capacity_bps)})` : "";
+  const used =
+    link.capacity_bps > 0 ? ` (${format.percent(link.rate_bps / link.capacity_bps)})` : "";
   return [
     ["verdict", link.verdict],
     ["cause", link.cause],
@@ -169,29 +210,42 @@ export function requestBody(id, store, page) {
 }
 
 function requestParts(request, loaded, page) {
-  const first = request.ttft_s === null ? "It has no first token." : `Its first token came after ${format.duration(request.ttft_s)}:`;
+  const first =
+    request.ttft_s === null
+      ? "It has no first token."
+      : `Its first token came after ${format.duration(request.ttft_s)}:`;
+  const failures = loaded?.failures ?? [];
   return [
     html("p", { class: "choice" }, words.routeWords(request)),
-    request.reason ? html("p", { class: "reason" }, html("b", {}, "Why: "), `${request.reason}.`) : null,
     html("p", {}, first),
     request.ttft_s === null ? null : splitWithNumbers(request),
+    html("h3", {}, "Why it went there"),
+    whyParts(request, loaded),
+    html("h3", {}, "The request"),
     new Facts().draw(requestFacts(request, page)),
-    html("h3", {}, "What the router compared"),
-    loaded === null
-      ? html("p", { class: "hint" }, "Loading the explanation.")
-      : explanationView(loaded.explanation, request.prompt_tokens),
-    (loaded?.failures ?? []).length > 0 ? html("h3", {}, "Failures") : null,
-    (loaded?.failures ?? []).map((text) => html("p", { class: "problem" }, text)),
+    failures.length > 0 ? html("h3", {}, "Failures") : null,
+    failures.map((text) => html("p", { class: "problem" }, text)),
   ];
 }
 
+function whyParts(request, loaded) {
+  const reason = request.reason
+    ? html("p", { class: "reason" }, html("b", {}, "Why: "), `${request.reason}.`)
+    : null;
+  if (loaded === null) return [reason, html("p", { class: "hint" }, "The explanation is loading.")];
+  const { explanation } = loaded;
+  // The explanation has the reason, too, where there is one.
+  return [explanation ? null : reason, explanationView(explanation, request.prompt_tokens, false)];
+}
+
 function requestFacts(request, page) {
+  const [prompt, cached] = [request.prompt_tokens, request.cached_tokens].map(format.count);
   return [
     ["arrived", `${page.formatTime(request.at_s)} at ${request.home || "an unknown cluster"}`],
     ["outcome", request.outcome],
     ["prefilled by", request.prefill],
     ["decoded by", request.decode],
-    ["prompt", `${format.count(request.prompt_tokens)} tokens, ${format.count(request.cached_tokens)} of them cached`],
+    ["prompt", `${prompt} tokens, ${cached} of them cached`],
     ["answer", `${format.count(request.output_tokens)} tokens`],
     ["handed over", request.nbytes > 0 ? format.bytes(request.nbytes) : null],
     ["attempts", request.attempts > 1 ? format.count(request.attempts) : null],

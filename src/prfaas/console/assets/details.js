@@ -11,7 +11,8 @@ const BODIES = { node: nodeBody, link: linkBody, request: requestBody };
 export class Details {
   /**
    * `store`: the scene and the selection. `page`: what the panel needs of its page,
-   * {formatTime, loadRequest(id): Promise<{request, explanation, failures}>}.
+   * {formatTime, loadRequest(id): Promise<{request, explanation, failures}>}, and in a replay
+   * {cursor(): at_s, zone}.
    */
   constructor(store, page) {
     this.store = store;
@@ -21,7 +22,16 @@ export class Details {
     this.origin = null; // the element to which the focus returns
     this.title = html("h2", { tabindex: "-1" });
     this.content = html("div", { class: "details-content" });
-    const close = html("button", { type: "button", class: "close", "aria-label": "Close the details", on: { click: () => this.close() } }, "✕");
+    const close = html(
+      "button",
+      {
+        type: "button",
+        class: "close",
+        "aria-label": "Close the details",
+        on: { click: () => this.close() },
+      },
+      "✕",
+    );
     this.element = html(
       "aside",
       { id: "details", hidden: true, "aria-label": "Details" },
@@ -48,14 +58,16 @@ export class Details {
   }
 
   open(selection) {
-    const wasClosed = this.selection === null;
     this.selection = selection;
     setAttribute(this.element, "hidden", selection === null);
     setAttribute(this.element, "data-about", selection?.about);
-    this.body = selection === null ? null : BODIES[selection.about](selection.id, this.store, this.page);
+    this.body =
+      selection === null ? null : BODIES[selection.about](selection.id, this.store, this.page);
     replaceChildren(this.content, this.body?.element);
     if (selection === null) return;
-    if (wasClosed) this.origin = document.activeElement;
+    // Not the panel itself, where a request of a node leads to the request.
+    const active = document.activeElement;
+    if (!this.element.contains(active)) this.origin = active;
     setText(this.title, this.body.title());
     this.element.scrollTop = 0;
     // A screen reader goes on in the panel. The page must not jump there for the others.

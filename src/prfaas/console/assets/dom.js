@@ -14,7 +14,7 @@ function build(node, attributes, children) {
       setAttribute(node, name, value);
     }
   }
-  for (const child of children.flat()) {
+  for (const child of children.flat(Infinity)) {
     if (child !== null && child !== undefined) node.append(child); // a string becomes a text node
   }
   return node;
@@ -58,7 +58,9 @@ export function setVariable(node, name, value) {
 
 /** Replaces the children; meant for what is drawn on a click, not for what is drawn each second. */
 export function replaceChildren(node, ...children) {
-  node.replaceChildren(...children.flat().filter((child) => child !== null && child !== undefined));
+  node.replaceChildren(
+    ...children.flat(Infinity).filter((child) => child !== null && child !== undefined),
+  );
 }
 
 /**
@@ -103,7 +105,7 @@ export class KeyedList {
   }
 }
 
-/** Returns a function that asks for `draw` in the next animation frame, once however often called. */
+/** Returns a function that asks for one `draw` in the next animation frame. */
 export function oncePerFrame(draw) {
   let asked = false;
   return () => {

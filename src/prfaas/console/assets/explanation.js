@@ -16,35 +16,80 @@ export function choiceInWords(chosen) {
   if (chosen.remainder || chosen.prefill === chosen.decode) {
     return `Node ${chosen.decode} of ${chosen.decode_cluster} prefills and decodes it.`;
   }
-  const away = chosen.offloaded ? "another cluster, " : "";
-  return `Node ${chosen.prefill} of ${away}${chosen.cluster} prefills it; node ${chosen.decode} of ${chosen.decode_cluster} decodes it.`;
+  const away = chosen.offloaded ? ", another cluster," : "";
+  const prefill = `Node ${chosen.prefill} of ${chosen.cluster}${away} prefills it`;
+  return `${prefill}; node ${chosen.decode} of ${chosen.decode_cluster} decodes it.`;
 }
 
-/** `explanation` as the gateway returns it; `promptTokens` where known. */
-export function explanationView(explanation, promptTokens = null) {
+/** What spoke for the choice, in sentences: the predictions side by side, and the threshold. */
+export function comparisonInWords({ chosen, threshold_tokens, alternatives }, promptTokens) {
+  if (chosen.wait) return [];
+  const said = [];
+  // The alternatives are ordered by their prediction.
+  const taken = alternatives.find((one) => one.node === chosen.prefill);
+  const other = alternatives.find((one) => one.cluster !== chosen.cluster);
+  if (taken !== undefined && other !== undefined) {
+    const [own, others] = [sumOfParts(taken), sumOfParts(other)].map(format.duration);
+    said.push(
+      `Predicted first token: after ${own} this way, after ${others} by way of ${other.cluster}.`,
+    );
+  }
+  if (promptTokens !== null && Number.isFinite(threshold_tokens)) {
+    const uncached = promptTokens - chosen.cached_tokens;
+    const side = uncached > threshold_tokens ? "more than" : "at most";
+    said.push(
+      `${format.count(uncached)} of its ${format.count(promptTokens)} tokens are uncached there, ` +
+        `${side} the threshold of ${format.count(Math.round(threshold_tokens))}.`,
+    );
+  }
+  return said;
+}
+
+/**
+ * `explanation` as the gateway returns it; `promptTokens` where known. `withChoice`: begin with the
+ * sentence about the choice, which a panel about a finished request has already.
+ */
+export function explanationView(explanation, promptTokens = null, withChoice = true) {
   if (explanation === null || explanation === undefined) {
-    return html("p", { class: "hint", "data-part": "explanation" }, "The gateway has kept no explanation for this request.");
+    return html(
+      "p",
+      { class: "hint", "data-part": "explanation" },
+      "No explanation was kept for this request.",
+    );
   }
   const { chosen } = explanation;
+  const alternatives = explanation.alternatives ?? [];
   return html(
     "div",
     { "data-part": "explanation", class: "explanation" },
-    html("p", { class: "choice" }, choiceInWords(chosen)),
-    chosen.wait ? null : html("p", { class: "reason" }, html("b", {}, "Why: "), `${chosen.reason}.`),
-    new Facts().draw(choiceFacts(explanation, promptTokens)),
-    alternativesView(explanation.alternatives ?? [], chosen.prefill ?? null),
+    withChoice ? html("p", { class: "choice" }, choiceInWords(chosen)) : null,
+    chosen.wait
+      ? null
+      : html("p", { class: "reason" }, html("b", {}, "Why: "), `${chosen.reason}.`),
+    comparisonInWords({ ...explanation, alternatives }, promptTokens).map((text) =>
+      html("p", {}, text),
+    ),
+    alternativesView(alternatives, chosen.prefill ?? null),
+    new Facts().draw(choiceFacts(chosen)),
   );
 }
 
-function choiceFacts({ chosen, threshold_tokens }, promptTokens) {
+function choiceFacts(chosen) {
   if (chosen.wait) return [];
-  const uncached = promptTokens === null ? null : promptTokens - chosen.cached_tokens;
   return [
-    ["uncached", uncached === null ? null : `${format.count(uncached)} of ${format.count(promptTokens)} tokens`],
-    ["threshold", threshold_tokens === undefined || threshold_tokens === null ? null : format.tokens(threshold_tokens)],
     ["cached there", `${format.count(chosen.cached_tokens)} tokens`],
-    ["handed over", chosen.nbytes > 0 ? `${format.bytes(chosen.nbytes)}${chosen.form ? `, ${chosen.form} form` : ""}` : null],
-    ["copies first", chosen.copies?.length > 0 ? format.plural(chosen.copies.length, "cached prefix", "cached prefixes") : null],
+    [
+      "handed over",
+      chosen.nbytes > 0
+        ? `${format.bytes(chosen.nbytes)}${chosen.form ? `, ${chosen.form} form` : ""}`
+        : null,
+    ],
+    [
+      "copies first",
+      chosen.copies?.length > 0
+        ? format.plural(chosen.copies.length, "cached prefix", "cached prefixes")
+        : null,
+    ],
   ];
 }
 
@@ -54,7 +99,9 @@ export function alternativesView(alternatives, chosenNode) {
   const longest = Math.max(...alternatives.map(sumOfParts));
   // Two alternatives may name one node (with and without a copied prefix): the first is the best.
   const taken = alternatives.findIndex((one) => one.node === chosenNode);
-  const rows = alternatives.slice(0, MOST_SHOWN).map((one, index) => alternativeRow(one, longest, index === taken));
+  const rows = alternatives
+    .slice(0, MOST_SHOWN)
+    .map((one, index) => alternativeRow(one, longest, index === taken));
   const hidden = alternatives.length - rows.length;
   return html(
     "div",
@@ -63,17 +110,31 @@ export function alternativesView(alternatives, chosenNode) {
       "table",
       {},
       html("caption", {}, "Predicted time to first token of each alternative"),
-      html("thead", {}, html("tr", {}, ["prefill node", "cached", "predicted"].map((name) => html("th", { scope: "col" }, name)))),
+      html(
+        "thead",
+        {},
+        html(
+          "tr",
+          {},
+          ["prefill node", "cached", "predicted"].map((name) => html("th", { scope: "col" }, name)),
+        ),
+      ),
       html("tbody", { "data-part": "alternatives" }, rows),
     ),
-    hidden > 0 ? html("p", { class: "hint" }, `${format.plural(hidden, "more alternative")} would be later.`) : null,
+    hidden > 0
+      ? html("p", { class: "hint" }, `${format.plural(hidden, "more alternative")} would be later.`)
+      : null,
   );
 }
 
 function alternativeRow(one, longest, taken) {
   const bar = splitBar();
   drawSplitBar(bar, one, longest);
-  const remarks = [one.cluster, one.remainder ? "decodes as well" : "", one.copies > 0 ? "after a copy" : ""];
+  const remarks = [
+    one.cluster,
+    one.remainder ? "decodes as well" : "",
+    one.copies > 0 ? "after a copy" : "",
+  ];
   return html(
     "tr",
     { class: taken ? "taken" : null },

@@ -5,12 +5,15 @@
 //     │           ├──────────┤            ├─────────┤          │
 //     └───────────┘          └────────────┘         └──────────┘
 
+export const LABEL_GAP = 8;
+
 /** Clusters on the left and on the right of the map. */
 export function columnsOf(clusters) {
   const left = clusters.filter((cluster) => cluster.kind === "prfaas");
   const right = clusters.filter((cluster) => cluster.kind !== "prfaas");
   // PD clusters alone face each other, so that the links between them have room.
-  if (left.length === 0 && right.length > 1) left.push(...right.splice(0, Math.ceil(right.length / 2)));
+  if (left.length === 0 && right.length > 1)
+    left.push(...right.splice(0, Math.ceil(right.length / 2)));
   if (right.length === 0) return { left: [], right: left };
   return { left, right };
 }
@@ -21,12 +24,16 @@ export function cellSize(number) {
   return number <= 40 ? "medium" : "small";
 }
 
-/** The load of a node, 0 to 1. A prefill node is full when its next prefill would wait 10 s. */
+/**
+ * The load of a node, 0 to 1. A decode node is full when its slots are. A prefill node that
+ * computes is half full; a wait of 10 s, or 10 queued prefills, fill the rest.
+ */
 export function loadOf(node) {
   if (node.status === "lost") return 0;
+  if (typeof node.busy === "number") return Math.min(1, node.busy); // of a plan
   if (node.role === "prefill") {
-    const waits = Math.min(1, node.wait_s / 10);
-    return node.active > 0 ? Math.max(waits, 0.15) : waits;
+    const waits = Math.min(1, Math.max(node.wait_s, node.queued) / 10);
+    return (node.active > 0 ? 0.5 : 0) + waits / 2;
   }
   return node.slots > 0 ? Math.min(1, node.active / node.slots) : Math.min(1, node.active / 32);
 }
@@ -65,23 +72,30 @@ function portsOf(box, number) {
 
 function curve(x1, y1, x2, y2) {
   const reach = (x2 - x1) / 2;
-  const place = (value) => value.toFixed(1);
-  return `M${place(x1)} ${place(y1)}C${place(x1 + reach)} ${place(y1)} ${place(x2 - reach)} ${place(y2)} ${place(x2)} ${place(y2)}`;
+  const place = (x, y) => `${x.toFixed(1)} ${y.toFixed(1)}`;
+  const controls = `${place(x1 + reach, y1)} ${place(x2 - reach, y2)}`;
+  return `M${place(x1, y1)}C${controls} ${place(x2, y2)}`;
 }
 
 /**
  * The places of all links.
  *
- * `boxes`: by cluster {x, y, width, height, side: "left" | "right"}; `links`: {key, source, target};
- * `label`: {width, height} of each label; `size`: {width, height} of the map.
- * Returns by key {x, y, path, end}: the label's centre, the line, and where the line ends. Each line
- * goes through its label, so that no label is in doubt about its line.
+ * `boxes`: by cluster {x, y, width, height, side: "left" | "right"};
+ * `links`: [{key, source, target}]; `label` and `size`: {width, height} of a label and of the map.
+ * Returns by key {x, y, path, arrow}: the label's centre, the line, and the arrow at its end. Each
+ * line goes through its label, so that no label is in doubt about its line.
  */
 export function placeLinks(boxes, links, label, size) {
   const known = links.filter((link) => boxes.has(link.source) && boxes.has(link.target));
   const middleOf = (name) => boxes.get(name).y + boxes.get(name).height / 2;
   const wanted = known.map((link) => (middleOf(link.source) + middleOf(link.target)) / 2);
-  const centres = spread(wanted, known.map(() => label.height), 8, 4, size.height - 4);
+  const centres = spread(
+    wanted,
+    known.map(() => label.height),
+    LABEL_GAP,
+    4,
+    size.height - 4,
+  );
   const x = middleX(boxes, size);
   const ports = assignPorts(boxes, known, centres);
   const places = new Map();
@@ -96,9 +110,20 @@ export function placeLinks(boxes, links, label, size) {
     const enter = near(boxes.get(link.source));
     const leave = near(boxes.get(link.target));
     const path = curve(start.x, start.y, enter, y) + curve(leave, y, end.x, end.y);
-    places.set(link.key, { x, y, path, end });
+    places.set(link.key, { x, y, path, arrow: arrowAt(end, boxes.get(link.target).side) });
   });
   return places;
+}
+
+/** The `points` of an arrow that touches a box on this side of the map. */
+function arrowAt({ x, y }, side) {
+  const back = side === "left" ? x + 11 : x - 11;
+  const corners = [
+    [x, y],
+    [back, y - 6],
+    [back, y + 6],
+  ];
+  return corners.map((corner) => corner.map((value) => value.toFixed(1)).join(",")).join(" ");
 }
 
 function innerEdge(box) {
@@ -107,12 +132,18 @@ function innerEdge(box) {
 
 function middleX(boxes, size) {
   const all = [...boxes.values()];
-  const left = Math.max(...all.filter((box) => box.side === "left").map((box) => box.x + box.width), 0);
-  const right = Math.min(...all.filter((box) => box.side === "right").map((box) => box.x), size.width);
+  const left = Math.max(
+    ...all.filter((box) => box.side === "left").map((box) => box.x + box.width),
+    0,
+  );
+  const right = Math.min(
+    ...all.filter((box) => box.side === "right").map((box) => box.x),
+    size.width,
+  );
   return (left + right) / 2;
 }
 
-/** A place on its box for each end of each link; ends are ordered by label, so lines do not cross. */
+/** A place on its box for each end of each link. They have the labels' order: no lines cross. */
 function assignPorts(boxes, links, centres) {
   const ports = new Map();
   for (const [name, box] of boxes) {
@@ -130,10 +161,15 @@ function assignPorts(boxes, links, centres) {
 /** The width of a link's line: 1.5 when idle, up to 8 when its capacity is in use. */
 export function lineWidth(link) {
   if (!(link.capacity_bps > 0)) return link.rate_bps > 0 ? 3 : 1.5;
-  return 1.5 + 6.5 * Math.min(1, link.rate_bps / link.capacity_bps);
+  return 1.5 + 6.5 * shareInUse(link);
 }
 
-/** The cell that an arrow key leads to, in a grid of `columns`; null where the key leads nowhere. */
+/** The share of a link's capacity that is in use; 0 where the capacity is not known. */
+export function shareInUse(link) {
+  return link.capacity_bps > 0 ? Math.min(1, link.rate_bps / link.capacity_bps) : 0;
+}
+
+/** The cell that a key leads to, in a grid of `columns`; null where the key moves nothing. */
 export function moveInGrid(index, number, columns, key) {
   const moves = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns };
   if (key === "Home") return 0;

@@ -6,6 +6,7 @@
 export const KEPT_S = 600;
 export const WINDOW_S = 15;
 
+const PARTS = ["wait_s", "prefill_s", "transfer_s", "decode_s"];
 const SUMS = [
   "local",
   "remote",
@@ -34,9 +35,11 @@ export function sampleOf(scene) {
   sample.planned_share = requests > 0 ? planned / requests : null;
   sample.links = {};
   sample.backlogs = {};
+  sample.capacities = {};
   for (const [key, link] of scene.links) {
     sample.links[key] = link.rate_bps;
     sample.backlogs[key] = link.backlog_bytes;
+    sample.capacities[key] = link.capacity_bps;
   }
   return sample;
 }
@@ -45,6 +48,11 @@ export class History {
   constructor(keptSeconds = KEPT_S) {
     this.kept = keptSeconds;
     this.samples = [];
+  }
+
+  /** Begins with a sample and the requests that were kept from before it. */
+  begin(sample, requests) {
+    this.samples = [...samplesBefore(sample, requests, this.kept), sample];
   }
 
   push(sample) {
@@ -59,7 +67,7 @@ export class History {
     if (old > 0) this.samples.splice(0, old);
   }
 
-  /** From and to, in seconds; at least a minute, so that the first samples do not fill the chart. */
+  /** From and to, in seconds; at least a minute: the first samples should not fill the chart. */
   get span() {
     const last = this.samples.at(-1)?.at_s ?? 0;
     const first = this.samples[0]?.at_s ?? last;
@@ -133,20 +141,67 @@ export function meanTtft(part) {
   };
 }
 
-/** `measure` over the window that ends with the sample at `index`, the last one unless given. */
-export function valueAt(samples, measure, index = samples.length - 1) {
+const STEP_S = 5;
+
+/**
+ * Samples from before the page was opened, as far as the kept requests allow: the counters of
+ * `sample` without the requests that ended, or had their first token, later. Rates of links and
+ * thresholds of that time are not known.
+ */
+export function samplesBefore(sample, requests, keptSeconds = KEPT_S) {
+  if (requests.length === 0) return [];
+  const oldest = Math.min(...requests.map((request) => request.at_s + request.total_s));
+  const found = [];
+  for (
+    let at = sample.at_s - STEP_S;
+    at >= Math.max(oldest, sample.at_s - keptSeconds);
+    at -= STEP_S
+  ) {
+    found.push(sampleWithout(sample, requests, at));
+  }
+  return found.reverse();
+}
+
+function sampleWithout(sample, requests, at) {
+  const before = {
+    ...sample,
+    at_s: at,
+    ttft: { ...sample.ttft },
+    links: {},
+    backlogs: {},
+    capacities: {},
+    thresholds: {},
+    planned_share: null,
+  };
+  for (const request of requests) {
+    if (request.ttft_s !== null && request.at_s + request.ttft_s > at) {
+      before.ttft.first_tokens -= 1;
+      for (const part of PARTS) before.ttft[part] -= request[part];
+    }
+    if (request.outcome === "in progress" || request.at_s + request.total_s <= at) continue;
+    const route =
+      request.outcome !== "completed" ? "failed" : request.route === "remote" ? "remote" : "local";
+    before[route] -= 1;
+    before.prompt_tokens -= request.prompt_tokens;
+    before.cached_tokens -= request.cached_tokens;
+  }
+  return before;
+}
+
+/** `measure` over the window that ends with the sample at `index`. */
+export function valueAt(samples, measure, index, windowSeconds = WINDOW_S) {
   if (index < 1) return null;
   const later = samples[index];
   let first = index - 1;
-  while (first > 0 && samples[first].at_s > later.at_s - WINDOW_S) first -= 1;
+  while (first > 0 && samples[first].at_s > later.at_s - windowSeconds) first -= 1;
   const value = measure(samples[first], later, later.at_s - samples[first].at_s);
   return Number.isFinite(value) ? value : null;
 }
 
 /** The figures of the tiles; each is null where nothing happened in the window. */
-export function figuresAt(samples, index = samples.length - 1) {
-  const at = (measure) => valueAt(samples, measure, index);
-  const parts = ["wait_s", "prefill_s", "transfer_s", "decode_s"].map((part) => at(meanTtft(part)));
+export function figuresAt(samples, index, windowSeconds = WINDOW_S) {
+  const at = (measure) => valueAt(samples, measure, index, windowSeconds);
+  const parts = PARTS.map((part) => at(meanTtft(part)));
   const rates = ["local", "remote", "failed"].map((route) => at(requestRate(route)));
   return {
     requests: rates.includes(null) ? null : rates[0] + rates[1] + rates[2],

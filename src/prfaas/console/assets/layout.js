@@ -28,7 +28,11 @@ function themeButton() {
   const apply = (theme) => {
     root.dataset.theme = theme;
     setText(button, theme === "dark" ? "Light" : "Dark");
-    setAttribute(button, "aria-label", `Change to the ${theme === "dark" ? "light" : "dark"} theme`);
+    setAttribute(
+      button,
+      "aria-label",
+      `Change to the ${theme === "dark" ? "light" : "dark"} theme`,
+    );
   };
   apply(storedTheme() ?? preferred);
   button.addEventListener("click", () => {
@@ -40,7 +44,7 @@ function themeButton() {
 }
 
 export class Layout {
-  /** `title`: of the page. `left` and `right`: the sections of the two columns; `top` spans both. */
+  /** `left` and `right`: the sections of the two columns; `top` spans both. */
   constructor({ title, top = [], left, right }) {
     this.subtitle = html("p", { class: "subtitle" });
     this.connection = html("p", { class: "connection", hidden: true });

@@ -47,7 +47,10 @@ class LivePage {
     this.overview = new Overview(onSelect);
     this.map = new SceneMap(onSelect);
     this.charts = new Charts({ formatTime });
-    this.timeline = new Timeline({ formatTime, onSelect: (event) => onSelect(selectionOf(event.where, this.store.scene)) });
+    this.timeline = new Timeline({
+      formatTime,
+      onSelect: (event) => onSelect(selectionOf(event.where, this.store.scene)),
+    });
     this.details = new Details(this.store, { formatTime, loadRequest });
     this.prompt = new PromptBox({ loadRequest, onSelect });
     this.table = new RequestTable({ onSelect, formatTime });
@@ -72,14 +75,18 @@ class LivePage {
     if (scene === null) return;
     const marked = markedBy(store.selection, store.requests, scene);
     const isMarked = (about, id) => marked.has(keyOf({ about, id }));
-    this.layout.describe(`${scene.model} · policy ${scene.policy}${scene.gateways.length > 0 ? ` · ${scene.gateways.join(" · ")}` : ""}`);
+    this.layout.describe([scene.model, `policy ${scene.policy}`, ...scene.gateways].join(" · "));
     this.overview.draw(scene, store.history.samples);
     this.map.draw(scene, isMarked);
     this.charts.draw(store.history.samples, store.history.span);
     const [from, to] = store.history.span;
     // Events from before the page was opened are worth more than an empty time line.
     const first = store.events[0]?.at_s ?? from;
-    this.timeline.draw({ events: store.events, from: Math.max(to - 600, Math.min(from, first)), to });
+    this.timeline.draw({
+      events: store.events,
+      from: Math.max(to - 600, Math.min(from, first)),
+      to,
+    });
     this.table.draw(store.requests, isMarked);
     this.prompt.drawTenants(store.tenants);
     this.details.draw();
@@ -122,7 +129,11 @@ class LivePage {
     this.tell("live", "live");
     clearTimeout(this.silence);
     this.silence = setTimeout(
-      () => this.tell("stale", `The gateway has sent nothing for ${SILENT_S} s; the page shows the last report.`),
+      () =>
+        this.tell(
+          "stale",
+          `The gateway has sent nothing for ${SILENT_S} s; the page shows the last report.`,
+        ),
       SILENT_S * 1000,
     );
   }
@@ -135,7 +146,8 @@ class LivePage {
     setAttribute(connection, "data-live", state);
     setAttribute(connection, "hidden", false);
     setText(connection, text);
-    if (was !== null && was !== state) this.layout.say([state === "live" ? "The gateway answers again." : text]);
+    if (was !== null && was !== state)
+      this.layout.say([state === "live" ? "The gateway answers again." : text]);
   }
 }
 

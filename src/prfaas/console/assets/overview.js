@@ -2,13 +2,15 @@
 
 import { html, KeyedList, setAttribute, setAttributes, setText } from "prfaas/dom";
 import * as format from "prfaas/format";
-import { figuresAt } from "prfaas/history";
+import { figuresAt, WINDOW_S } from "prfaas/history";
 import * as words from "prfaas/words";
 
 const MOST_PROBLEMS = 6;
 
 export class Overview {
-  constructor(onSelect) {
+  /** `windowSeconds`: the figures are those of so many seconds. */
+  constructor(onSelect, windowSeconds = WINDOW_S) {
+    this.windowSeconds = windowSeconds;
     this.sentence = html("p", { class: "statement" });
     this.list = html("ul", { class: "problems", "aria-label": "Problems" });
     this.tilesList = html("dl", { class: "tiles" });
@@ -50,34 +52,59 @@ export class Overview {
 
   /** `index`: of the sample to show; the last one unless given. */
   draw(scene, samples, index = samples.length - 1) {
-    const figures = figuresAt(samples, index);
-    setText(this.sentence, words.statement(scene, figures));
+    const figures = figuresAt(samples, index, this.windowSeconds);
+    setText(this.sentence, words.statement(scene, figures, this.windowSeconds));
     const found = words.problems(scene);
     const shown = found.slice(0, MOST_PROBLEMS);
     if (found.length > shown.length) {
-      shown.push({ severity: "note", text: `and ${found.length - shown.length} more`, select: null });
+      shown.push({
+        severity: "note",
+        text: `and ${found.length - shown.length} more`,
+        select: null,
+      });
     }
     if (found.length === 0) {
       shown.push({ severity: "good", text: allIsWell(scene), select: null });
     }
     // The same thing keeps its chip while the numbers in its text change.
-    this.problems.draw(shown, (problem) => (problem.select === null ? problem.text : `${problem.select.about} ${problem.select.id}`));
-    this.tiles.draw(tilesOf(scene, figures), (tile) => tile.name);
+    this.problems.draw(shown, (problem) =>
+      problem.select === null ? problem.text : `${problem.select.about} ${problem.select.id}`,
+    );
+    this.tiles.draw(tilesOf(scene, figures, this.windowSeconds), (tile) => tile.name);
   }
 }
 
 function allIsWell(scene) {
-  return scene.links.size > 0 ? "All links are clear, all nodes are in use" : "All nodes are in use";
+  return scene.links.size > 0
+    ? "All links are clear, all nodes are in use"
+    : "All nodes are in use";
 }
 
-function tilesOf(scene, figures) {
+function tilesOf(scene, figures, windowSeconds) {
+  const recently = `over the last ${format.duration(windowSeconds)}`;
   const known = (value, write) => (value === null ? "-" : write(value));
   const waiting = [...scene.homes.values()].reduce((sum, home) => sum + home.waiting, 0);
   return [
-    { name: "requests", value: known(figures.requests, format.perSecond), note: "Finished per second, over the last 15 s" },
-    { name: "TTFT", value: known(figures.ttft, format.duration), note: "Mean time to first token, over the last 15 s" },
-    { name: "offloaded", value: known(figures.offloaded, format.percent), note: "Share of requests that another cluster prefilled" },
-    { name: "cached", value: known(figures.cached, format.percent), note: "Share of prompt tokens that were found in a cache" },
+    {
+      name: "requests",
+      value: known(figures.requests, format.perSecond),
+      note: `Finished per second, ${recently}`,
+    },
+    {
+      name: "TTFT",
+      value: known(figures.ttft, format.duration),
+      note: `Mean time to first token, ${recently}`,
+    },
+    {
+      name: "offloaded",
+      value: known(figures.offloaded, format.percent),
+      note: "Share of requests that another cluster prefilled",
+    },
+    {
+      name: "cached",
+      value: known(figures.cached, format.percent),
+      note: "Share of prompt tokens that were found in a cache",
+    },
     { name: "in flight", value: format.count(scene.in_flight), note: "Requests in flight" },
     { name: "waiting", value: format.count(waiting), note: "Requests that wait for a node" },
   ];

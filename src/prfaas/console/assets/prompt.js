@@ -20,9 +20,12 @@ export function promptOf(text) {
 
 /** The message of a failed response: OpenAI's error object where there is one. */
 async function failureOf(response) {
-  if (response.status === 401) return new Error("The session has ended; reload the page to log in.");
+  if (response.status === 401)
+    return new Error("The session has ended; reload the page to log in.");
   const answer = await response.json().catch(() => null);
-  return new Error(answer?.error?.message ?? `The gateway answered with status ${response.status}.`);
+  return new Error(
+    answer?.error?.message ?? `The gateway answered with status ${response.status}.`,
+  );
 }
 
 async function post(path, body, signal) {
@@ -42,15 +45,49 @@ export class PromptBox {
     this.loadRequest = loadRequest;
     this.onSelect = onSelect;
     this.running = null; // the AbortController of the request under way
-    this.text = html("textarea", { id: "prompt-text", rows: "3", placeholder: "Type a prompt, or token ids: [1, 2, 3]", spellcheck: "false" });
-    this.most = html("input", { id: "prompt-tokens", type: "number", min: "1", max: MOST_OUTPUT_TOKENS, value: "64" });
+    this.text = html("textarea", {
+      id: "prompt-text",
+      rows: "3",
+      placeholder: "Type a prompt, or token ids: [1, 2, 3]",
+      spellcheck: "false",
+    });
+    this.most = html("input", {
+      id: "prompt-tokens",
+      type: "number",
+      min: "1",
+      max: MOST_OUTPUT_TOKENS,
+      value: "64",
+    });
     this.tenant = html("select", { id: "prompt-tenant" });
-    this.tenantField = html("label", { for: "prompt-tenant", hidden: true }, "tenant ", this.tenant);
+    this.tenantField = html(
+      "label",
+      { for: "prompt-tenant", hidden: true },
+      "tenant ",
+      this.tenant,
+    );
     this.send = html("button", { id: "prompt-send", type: "submit", class: "primary" }, "Send");
-    this.explain = html("button", { id: "prompt-explain", type: "button", on: { click: () => this.run(() => this.explainOnly()) } }, "Explain only");
+    this.explain = html(
+      "button",
+      {
+        id: "prompt-explain",
+        type: "button",
+        on: { click: () => this.run(() => this.explainOnly()) },
+      },
+      "Explain only",
+    );
     this.problem = html("p", { class: "problem", role: "alert", hidden: true });
-    this.answer = html("div", { id: "prompt-answer", hidden: true, tabindex: "0", "aria-label": "Answer" });
-    this.route = html("p", { id: "prompt-route", class: "choice", "aria-live": "polite", hidden: true });
+    this.answer = html("div", {
+      id: "prompt-answer",
+      hidden: true,
+      tabindex: "0",
+      "aria-label": "Answer",
+    });
+    this.route = html("p", {
+      id: "prompt-route",
+      class: "choice",
+      "aria-live": "polite",
+      hidden: true,
+    });
     this.explanation = html("div", { id: "prompt-explanation", hidden: true });
     const form = html(
       "form",
@@ -86,7 +123,10 @@ export class PromptBox {
     const known = [...this.tenant.options].map((option) => option.value);
     setAttribute(this.tenantField, "hidden", names.length === 0);
     if (known.join("\n") === names.join("\n")) return;
-    replaceChildren(this.tenant, names.map((name) => html("option", { value: name }, name)));
+    replaceChildren(
+      this.tenant,
+      names.map((name) => html("option", { value: name }, name)),
+    );
   }
 
   show(part, isShown) {
@@ -105,7 +145,8 @@ export class PromptBox {
     }
     this.running = new AbortController();
     setText(this.send, "Stop");
-    for (const part of [this.problem, this.answer, this.route, this.explanation]) this.show(part, false);
+    for (const part of [this.problem, this.answer, this.route, this.explanation])
+      this.show(part, false);
     try {
       await work();
     } catch (error) {
@@ -156,8 +197,19 @@ export class PromptBox {
     if (loaded === null) return;
     if (loaded.request) {
       const { request } = loaded;
-      const first = request.ttft_s === null ? "" : ` Its first token came after ${format.duration(request.ttft_s)}. `;
-      const open = html("button", { type: "button", class: "plain", on: { click: () => this.onSelect({ about: "request", id }) } }, "All details");
+      const first =
+        request.ttft_s === null
+          ? ""
+          : ` Its first token came after ${format.duration(request.ttft_s)}. `;
+      const open = html(
+        "button",
+        {
+          type: "button",
+          class: "plain",
+          on: { click: () => this.onSelect({ about: "request", id }) },
+        },
+        "All details",
+      );
       replaceChildren(this.route, html("span", {}, words.routeWords(request), first), open);
       this.show(this.route, true);
     }

@@ -39,16 +39,31 @@ export class RequestTable {
     this.held = html("span", { class: "hint", hidden: true }, "stands still while you point at it");
     this.note = html("p", { class: "hint" }, "No request yet.");
     const body = html("tbody", {});
-    this.rows = new KeyedList(body, (request) => createRow(request, onSelect), (row, request) => this.drawRow(row, request));
+    this.rows = new KeyedList(
+      body,
+      (request) => createRow(request, onSelect),
+      (row, request) => this.drawRow(row, request),
+    );
     const table = html(
       "table",
       { class: "requests" },
-      html("thead", {}, html("tr", {}, COLUMNS.map((name) => html("th", { scope: "col" }, name)))),
+      html(
+        "thead",
+        {},
+        html(
+          "tr",
+          {},
+          COLUMNS.map((name) => html("th", { scope: "col" }, name)),
+        ),
+      ),
       body,
     );
-    for (const event of ["pointerenter", "focusin"]) table.addEventListener(event, () => this.hold(true));
+    for (const event of ["pointerenter", "focusin"])
+      table.addEventListener(event, () => this.hold(true));
     table.addEventListener("pointerleave", () => this.hold(table.contains(document.activeElement)));
-    table.addEventListener("focusout", (event) => this.hold(table.contains(event.relatedTarget) || table.matches(":hover")));
+    table.addEventListener("focusout", (event) =>
+      this.hold(table.contains(event.relatedTarget) || table.matches(":hover")),
+    );
     this.element = html(
       "section",
       { class: "request-section", "aria-labelledby": "requests-title" },
@@ -95,14 +110,21 @@ export class RequestTable {
     const [arrived, route, prompt, cached, ttft, split] = row.children;
     setAttributes(row, { "data-route": request.route, "data-outcome": request.outcome });
     const button = arrived.firstElementChild;
-    setText(button, this.formatTime(request.at_s));
-    setAttribute(button, "aria-label", `Request ${request.id} of ${request.home}, arrived ${this.formatTime(request.at_s)}, ${request.route}, ${request.outcome}`);
+    const time = this.formatTime(request.at_s);
+    setText(button, time);
+    const name = `Request ${request.id} at ${time}, ${request.route}, ${request.outcome}`;
+    setAttribute(button, "aria-label", name);
     const [routeName, outcome] = route.children;
     setText(routeName, request.route === "remote" ? "offloaded" : request.route);
     setAttribute(routeName, "data-route-name", request.route);
     setText(outcome, ["completed", "in progress"].includes(request.outcome) ? "" : request.outcome);
     setText(prompt, format.short(request.prompt_tokens));
-    setText(cached, request.prompt_tokens > 0 ? format.percent(request.cached_tokens / request.prompt_tokens) : "-");
+    setText(
+      cached,
+      request.prompt_tokens > 0
+        ? format.percent(request.cached_tokens / request.prompt_tokens)
+        : "-",
+    );
     setText(ttft, request.ttft_s === null ? "-" : format.duration(request.ttft_s));
     drawSplitBar(split.firstElementChild, request, this.longest);
   }

@@ -1,7 +1,9 @@
 // From values to places on a chart: scales, ticks, paths. Pure.
 
 const STEPS = [1, 2, 2.5, 5, 10];
-const TIME_STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400];
+const TIME_STEPS = [
+  1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400,
+];
 
 /** The place of a value of `from`..`to` between `start` and `end`. */
 export function linear(from, to, start, end) {
@@ -23,12 +25,39 @@ export function valueTicks(highest, number = 3) {
   return ticks;
 }
 
+/** Seconds by which the reader's clock is ahead of UTC at a time. */
+export function zoneAt(epochSeconds) {
+  return -new Date(epochSeconds * 1000).getTimezoneOffset() * 60;
+}
+
 /** Round times within `from`..`to`, at most `most`. `offset` is the time zone, in seconds. */
 export function timeTicks(from, to, most = 5, offset = 0) {
   const step = TIME_STEPS.find((seconds) => (to - from) / seconds <= most) ?? TIME_STEPS.at(-1);
   const ticks = [];
   for (let at = Math.ceil((from + offset) / step) * step - offset; at <= to; at += step) {
     ticks.push(at);
+  }
+  return ticks;
+}
+
+/** About `number` round values among a parameter's; near powers of ten on a logarithmic axis. */
+export function parameterTicks(values, isLog, number) {
+  const from = Math.min(...values.filter((value) => !isLog || value > 0));
+  const to = Math.max(...values);
+  if (!isLog) {
+    const step = valueTicks(to - from, number)[1];
+    const ticks = [];
+    for (let rank = Math.ceil(from / step); rank * step <= to; rank += 1) {
+      ticks.push(Number((rank * step).toPrecision(12)));
+    }
+    return ticks;
+  }
+  const ticks = [];
+  for (let power = Math.floor(Math.log10(from)); 10 ** power <= to; power += 1) {
+    for (const factor of to / from > 1000 ? [1] : [1, 3]) {
+      const value = factor * 10 ** power;
+      if (value >= from && value <= to) ticks.push(value);
+    }
   }
   return ticks;
 }
@@ -89,17 +118,18 @@ export function thinned(points, most) {
   return kept;
 }
 
-/** The index of the sample nearest to a time; -1 where there are none. `times` rises. */
-export function nearest(times, at) {
-  if (times.length === 0) return -1;
+/** The value of the [at_s, value] point nearest to a time; null where there are none. */
+export function valueNear(points, at) {
+  if (points.length === 0) return null;
   let low = 0;
-  let high = times.length - 1;
+  let high = points.length - 1;
   while (low < high) {
     const middle = (low + high) >> 1;
-    if (times[middle] < at) low = middle + 1;
+    if (points[middle][0] < at) low = middle + 1;
     else high = middle;
   }
-  return low > 0 && at - times[low - 1] <= times[low] - at ? low - 1 : low;
+  const isEarlier = low > 0 && at - points[low - 1][0] <= points[low][0] - at;
+  return points[isEarlier ? low - 1 : low][1];
 }
 
 /** The largest value of all points; 0 where there are none. */

@@ -1,5 +1,5 @@
-// What is selected, and what belongs to it. A selection is {about: "node" | "link" | "request", id}.
-// Pure.
+// What is selected, and what belongs to it. A selection is
+// {about: "node" | "link" | "request", id}. Pure.
 
 /** The selection that an event's `where` means: a link, or a node by name; null for a cluster. */
 export function selectionOf(where, scene) {

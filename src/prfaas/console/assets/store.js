@@ -72,7 +72,7 @@ function completeCluster(cluster, nodes) {
   return { name: cluster.name, kind: cluster.kind, drained: cluster.drained ?? false, nodes };
 }
 
-/** A scene with maps instead of lists: clusters by name, nodes by id, links by "source -> target". */
+/** A scene with maps: clusters by name, nodes by id, links by "source -> target". */
 export function completeScene(scene) {
   const nodesOf = (cluster) => new Map((cluster.nodes ?? []).map((n) => [n.id, { ...NODE, ...n }]));
   return {
@@ -117,7 +117,8 @@ export function applyDelta(scene, delta) {
     for (const link of delta.links) next.links.set(linkName(link), completeLink(link));
     // A link to a cluster that has gone is not drawn again.
     for (const [key, link] of next.links) {
-      if (!next.clusters.has(link.source) || !next.clusters.has(link.target)) next.links.delete(key);
+      if (!next.clusters.has(link.source) || !next.clusters.has(link.target))
+        next.links.delete(key);
     }
   }
   if (delta.homes !== undefined) {
@@ -175,7 +176,9 @@ export class Store {
     this.events = mergeEvents([], message.events ?? []);
     this.requests = mergeRequests([], message.requests ?? []);
     this.tenants = message.tenants ?? [];
-    this.history.push(sampleOf(this.scene));
+    const sample = sampleOf(this.scene);
+    if (this.history.samples.length === 0) this.history.begin(sample, this.requests);
+    else this.history.push(sample);
     this.changed();
   }
 

@@ -1,7 +1,15 @@
 // What happened: plans, changes of roles, moves, links that are cut, nodes that are lost. As marks
 // on a time line, one lane for each kind, and as a list of sentences.
 
-import { html, KeyedList, observeWidth, setAttribute, setAttributes, setText, svg } from "prfaas/dom";
+import {
+  html,
+  KeyedList,
+  observeWidth,
+  setAttribute,
+  setAttributes,
+  setText,
+  svg,
+} from "prfaas/dom";
 import * as scale from "prfaas/scale";
 
 const LANES = ["link", "node", "role", "plan", "move", "cluster", "gateway"];
@@ -14,8 +22,9 @@ export class Timeline {
    * `formatTime` writes a time. `onPick(at_s)`: in a replay, a click moves there.
    * `onSelect(event)`: an event of the list was activated.
    */
-  constructor({ formatTime, onPick = null, onSelect }) {
+  constructor({ formatTime, onPick = null, onSelect, zone = null }) {
     this.formatTime = formatTime;
+    this.zone = zone; // as in `Chart`
     this.width = 0;
     this.drawn = null;
     this.laneLabels = svg("g", { class: "lanes" });
@@ -33,8 +42,16 @@ export class Timeline {
       this.marks,
       this.cursor,
     );
-    this.list = html("ol", { class: "events", tabindex: "0", "aria-label": "Events, the latest first" });
-    this.empty = html("p", { class: "hint" }, "Plans, changes of roles, moves and faults appear here.");
+    this.list = html("ol", {
+      class: "events",
+      tabindex: "0",
+      "aria-label": "Events, the latest first",
+    });
+    this.empty = html(
+      "p",
+      { class: "hint" },
+      "Plans, changes of roles, moves and faults appear here.",
+    );
     this.element = html(
       "section",
       { class: "timeline", "aria-labelledby": "timeline-title" },
@@ -44,7 +61,8 @@ export class Timeline {
       this.list,
     );
     this.buildLists(onSelect);
-    if (onPick !== null) this.drawing.addEventListener("click", (event) => onPick(this.timeAt(event.offsetX)));
+    if (onPick !== null)
+      this.drawing.addEventListener("click", (event) => onPick(this.timeAt(event.offsetX)));
     observeWidth(this.drawing, (width) => {
       this.width = width;
       if (this.drawn !== null) this.draw(this.drawn);
@@ -63,7 +81,8 @@ export class Timeline {
     );
     this.dots = new KeyedList(
       this.marks,
-      (event) => svg("circle", { r: 4.5, class: `mark mark-${event.kind}` }, svg("title", {}, event.text)),
+      (event) =>
+        svg("circle", { r: 4.5, class: `mark mark-${event.kind}` }, svg("title", {}, event.text)),
       (dot, event) => setAttributes(dot, { cx: event.x.toFixed(1), cy: event.y }),
     );
     this.ticks = new KeyedList(
@@ -82,7 +101,11 @@ export class Timeline {
           { "data-event": event.id, "data-kind": event.kind },
           html("time", {}, this.formatTime(event.at_s)),
           html("span", { class: `kind mark-${event.kind}` }, event.kind),
-          html("button", { type: "button", class: "plain", on: { click: () => onSelect(event) } }, event.text),
+          html(
+            "button",
+            { type: "button", class: "plain", on: { click: () => onSelect(event) } },
+            event.text,
+          ),
         ),
       (item, event) => setAttribute(item, "data-later", event.later),
     );
@@ -106,16 +129,24 @@ export class Timeline {
     setAttribute(this.drawing, "height", height);
     const x = scale.linear(from, to, EDGE.left, this.width - EDGE.right);
     const laneY = (kind) => kinds.indexOf(kind) * LANE_HEIGHT + LANE_HEIGHT / 2;
-    this.lanes.draw(kinds.map((kind) => ({ kind, y: laneY(kind) })), (lane) => lane.kind);
-    this.dots.draw(shown.map((event) => ({ ...event, x: x(event.at_s), y: laneY(event.kind) })), (event) => event.id);
+    this.lanes.draw(
+      kinds.map((kind) => ({ kind, y: laneY(kind) })),
+      (lane) => lane.kind,
+    );
+    this.dots.draw(
+      shown.map((event) => ({ ...event, x: x(event.at_s), y: laneY(event.kind) })),
+      (event) => event.id,
+    );
     this.drawAxis(from, to, x, height);
     this.drawMarked(marked, cursor, x, height);
   }
 
   drawAxis(from, to, x, height) {
-    const zone = -new Date(to * 1000).getTimezoneOffset() * 60;
+    const zone = this.zone ?? scale.zoneAt(to);
     const most = Math.max(2, Math.floor(this.width / 100));
-    const ticks = scale.timeTicks(from, to, most, zone).map((at, rank) => ({ rank, x: x(at), y: height - 4, label: this.formatTime(at) }));
+    const ticks = scale
+      .timeTicks(from, to, most, zone)
+      .map((at, rank) => ({ rank, x: x(at), y: height - 4, label: this.formatTime(at) }));
     this.ticks.draw(ticks, (tick) => tick.rank);
   }
 
@@ -123,9 +154,14 @@ export class Timeline {
     setAttribute(this.window, "visibility", marked === null ? "hidden" : "visible");
     if (marked !== null) {
       const [start, end] = marked.map(x);
-      setAttributes(this.window, { x: start, width: Math.max(0, end - start), height: height - EDGE.bottom });
+      setAttributes(this.window, {
+        x: start,
+        width: Math.max(0, end - start),
+        height: height - EDGE.bottom,
+      });
     }
     setAttribute(this.cursor, "visibility", cursor === null ? "hidden" : "visible");
-    if (cursor !== null) setAttributes(this.cursor, { x1: x(cursor), x2: x(cursor), y2: height - EDGE.bottom });
+    if (cursor !== null)
+      setAttributes(this.cursor, { x1: x(cursor), x2: x(cursor), y2: height - EDGE.bottom });
   }
 }

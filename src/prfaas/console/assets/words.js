@@ -1,20 +1,26 @@
-// What the scene means, in sentences: for the headline, the list of problems, the status line that a
-// screen reader speaks, and the names of buttons. Pure.
+// What the scene means, in sentences: for the headline, the list of problems, the status line that
+// a screen reader speaks, and the names of buttons. Pure.
 
 import * as format from "prfaas/format";
 
 const MOST_NAMED = 3; // nodes of one cluster with the same problem; more of them are counted
 
 /** What the system is doing: one or two sentences. */
-export function statement(scene, figures) {
+export function statement(scene, figures, windowSeconds = 15) {
+  const recently = `in the last ${format.duration(windowSeconds)}`;
   if (figures.requests === null) return "The first figures come within a few seconds.";
+  if (figures.requests === 0 && scene.in_flight === 0)
+    return `No request has finished ${recently}.`;
   if (figures.requests === 0) {
-    return scene.in_flight > 0
-      ? `${format.plural(scene.in_flight, "request is", "requests are")} in flight; none has finished in the last 15 s.`
-      : "No request has arrived in the last 15 s.";
+    const flying = format.plural(scene.in_flight, "request is", "requests are");
+    return `${flying} in flight; none has finished ${recently}.`;
   }
-  const first = figures.ttft === null ? "" : ` The first token comes after ${format.duration(figures.ttft)} on average.`;
-  return `${format.perSecond(figures.requests).replace("/s", " requests/s")} are served.${first}${shareWords(scene, figures)}`;
+  const first =
+    figures.ttft === null
+      ? ""
+      : ` The first token comes after ${format.duration(figures.ttft)} on average.`;
+  const served = format.perSecond(figures.requests).replace("/s", " requests/s");
+  return `${served} are served.${first}${shareWords(scene, figures)}`;
 }
 
 function shareWords(scene, figures) {
@@ -28,7 +34,7 @@ export function linkState(link) {
   const cause = link.cause ? ` (${link.cause})` : "";
   const waits =
     link.backlog_bytes > 0 && link.verdict !== "clear"
-      ? `: ${format.bytes(link.backlog_bytes)} wait, the oldest for ${format.duration(link.waited_s)}`
+      ? `: ${format.bytes(link.backlog_bytes)} wait, the oldest ${format.duration(link.waited_s)}`
       : "";
   return `${format.linkLabel(link)} is ${link.verdict}${cause}${waits}`;
 }
@@ -44,13 +50,30 @@ export function linkDescription(link) {
   return `${parts.join(", ")}.`;
 }
 
+/**
+ * Names without the beginning that all of them share, up to a separator: small cells have room for
+ * the rest only. "west-prefill-1", "west-prefill-2" become "1", "2".
+ */
+export function shortNames(names) {
+  if (names.length < 2) return names;
+  let shared = names[0].length;
+  for (const name of names) {
+    while (!name.startsWith(names[0].slice(0, shared))) shared -= 1;
+  }
+  const start = names[0].slice(0, shared).search(/[^-_.:/]*$/); // after the last separator
+  return names.map((name) => name.slice(start) || name);
+}
+
 /** Busy decode slots, or the prefills there. */
 export function nodeLoad(node) {
+  if (typeof node.busy === "number") return `${format.percent(node.busy)} busy`; // of a plan
   if (node.role === "prefill") {
     const waits = node.queued > 0 ? `, ${format.count(node.queued)} queued` : "";
     return `${format.count(node.active)} active${waits}`;
   }
-  return node.slots > 0 ? `${node.active} of ${node.slots} slots` : `${format.count(node.active)} active`;
+  return node.slots > 0
+    ? `${node.active} of ${node.slots} slots`
+    : `${format.count(node.active)} active`;
 }
 
 /** The full text of a node's button, for a screen reader. */
@@ -82,7 +105,8 @@ export function problems(scene) {
       found.push({ severity: "warn", text: `${home.cluster} has no plan yet`, select: null });
     }
     if (home.waiting > 0) {
-      const text = `${format.plural(home.waiting, "request waits", "requests wait")} for a node at ${home.cluster}`;
+      const waiting = format.plural(home.waiting, "request waits", "requests wait");
+      const text = `${waiting} for a node at ${home.cluster}`;
       found.push({ severity: "note", text, select: null });
     }
   }
@@ -95,7 +119,11 @@ function clusterProblems(cluster) {
   if (cluster.drained) {
     found.push({ severity: "note", text: `Cluster ${cluster.name} is drained`, select: null });
   }
-  for (const [status, severity] of [["lost", "bad"], ["not in use", "warn"], ["drains", "note"]]) {
+  for (const [status, severity] of [
+    ["lost", "bad"],
+    ["not in use", "warn"],
+    ["drains", "note"],
+  ]) {
     // The nodes of a drained cluster are not in use because of that, which is said already.
     if (cluster.drained && status === "not in use") continue;
     const nodes = [...cluster.nodes.values()].filter((node) => node.status === status);
@@ -174,5 +202,6 @@ export function routeWords(request) {
   }
   const size = request.nbytes > 0 ? ` of ${format.bytes(request.nbytes)}` : "";
   const over = request.route === "remote" ? "in another cluster " : "";
-  return `Node ${request.prefill} prefilled it ${over}and handed its KV${size} to node ${request.decode}, which decoded it.`;
+  const handed = `handed its KV${size} to node ${request.decode}, which decoded it`;
+  return `Node ${request.prefill} prefilled it ${over}and ${handed}.`;
 }
