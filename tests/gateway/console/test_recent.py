@@ -51,10 +51,11 @@ def made() -> Made:
 
 
 def test_a_request_is_shown_with_its_first_token_and_when_it_has_ended(made: Made) -> None:
-    record = made.begin(offloaded=True, cached_tokens=40, stateless_tokens=8)
+    record = made.begin(cached_tokens=40, stateless_tokens=8)
     assert made.recent.take_new() == [], "it waits"
     found = made.recent.find("r")
     assert found is not None and found.scene.route == "none" and found.scene.ttft_s is None
+    record.trace.offloaded = True
     made.first_token(record)
     (shown,) = made.recent.take_new()
     assert (shown.outcome, shown.ttft_s, shown.at_s) == (IN_PROGRESS, 2.0, EPOCH_S + 50.0)
