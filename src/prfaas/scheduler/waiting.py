@@ -174,6 +174,14 @@ class WaitingRoom(Generic[T]):
     def count(self, cluster: ClusterId | None) -> int:
         return sum(len(queue.heap) for queue in self._queues.get(cluster, {}).values())
 
+    def counts(self) -> dict[str, int]:
+        """The requests of each tenant that wait, whatever they wait for."""
+        found: dict[str, int] = {}
+        for queues in self._queues.values():
+            for tenant, queue in queues.items():
+                found[tenant] = found.get(tenant, 0) + len(queue.heap)
+        return found
+
     def tenants(self, cluster: ClusterId) -> Collection[str]:
         """The tenants whose requests wait for the cluster."""
         return self._queues.get(cluster, {}).keys()

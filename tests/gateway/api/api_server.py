@@ -26,6 +26,7 @@ from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import RequestError, StreamBroken
 from prfaas.gateway.api.credentials import GatewayCredentials, TenantKey
 from prfaas.gateway.client.request_body import encode_body
+from prfaas.gateway.console.scenes import SceneSource
 from prfaas.gateway.process import GatewayOptions, serving
 from prfaas.gateway.request import GatewayRequest, RequestTrace, Upstream
 from prfaas.http_client.paced_writer import RequestBody
@@ -192,8 +193,10 @@ async def api_server(
     tokenizer: ModelTokenizer | None = BYTES,
     scales: Scales = FAST,
     timeout_s: float | None = HANG_S,
+    scenes: SceneSource | None = None,
     **section: Any,
 ) -> AsyncIterator[ApiServer]:
+    """`scenes`: what the console shows; None: there is no console."""
     engine = emulated(scales=scales, vocab_size=264, max_tokens=MAX_TOKENS, max_running=8)
     async with (
         asyncio.timeout(timeout_s),
@@ -212,6 +215,11 @@ async def api_server(
         )
         with socket.create_server(("127.0.0.1", 0)) as listening:
             async with serving(
-                deployment(keys=listed, **section), backend, options, MonotonicClock(), listening
+                deployment(keys=listed, **section),
+                backend,
+                options,
+                MonotonicClock(),
+                listening,
+                scenes=scenes,
             ) as url:
                 yield ApiServer(url, http, backend)

@@ -22,6 +22,7 @@ from prfaas.gateway.console.events import Moves
 from prfaas.gateway.console.recent import Counts, HomeCounts
 from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.fleet.member import Member
+from prfaas.gateway.placement import home_of
 from prfaas.gateway.planning.prefix_copies import PrefixCopies
 from prfaas.gateway.router import Router
 from prfaas.gateway.status import GatewayStatus, explanation_json
@@ -172,6 +173,7 @@ class GatewayScenes:
     def _home(self, home: ClusterId, counts: Mapping[str, HomeCounts]) -> HomeScene:
         plan, state = self._router.plans.get(home), self._router.states[home]
         found = counts.get(home, _NO_COUNTS)
+        waiting = self._router.waiting_room.counts()
         # Requests that were refused before their home was known.
         unknown = counts.get("") if len(self._fleet.homes) == 1 else None
         return HomeScene(
@@ -184,8 +186,7 @@ class GatewayScenes:
             planned_rps=0.0 if plan is None else plan.capacity_rps,
             planned_share=0.0 if plan is None else self._planned_share(home, plan),
             plan_reason="" if plan is None else plan.reason,
-            waiting=self._router.waiting_room.count(home)
-            + (self._router.waiting_room.count(None) if home == self._fleet.homes[0] else 0),
+            waiting=sum(n for queue, n in waiting.items() if home_of(queue) == home),
             local=found.local,
             remote=found.remote,
             failed=found.failed + (0 if unknown is None else unknown.failed),
