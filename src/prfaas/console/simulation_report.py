@@ -333,10 +333,11 @@ def _requests(result: Result, recording: Recording, most: int) -> dict[str, Any]
             "nbytes": whole(routes.nbytes),
             "attempts": whole(rows.retries + 1),
             "ttft_s": seconds(rows.ttft_s),
-            "wait_s": seconds(rows.wait_s),
-            "prefill_s": seconds(rows.prefill_s),
-            "transfer_s": seconds(rows.transfer_s),
-            "decode_s": seconds(_decode_part_s(rows)),
+            # 0 where the request has no TTFT, as in `RequestScene`.
+            "wait_s": seconds(np.nan_to_num(rows.wait_s)),
+            "prefill_s": seconds(np.nan_to_num(rows.prefill_s)),
+            "transfer_s": seconds(np.nan_to_num(rows.transfer_s)),
+            "decode_s": seconds(np.nan_to_num(_decode_part_s(rows))),
             "total_s": seconds(rows.last_token_s - rows.arrival_s),
             "alternatives": [
                 _alternatives(routes.explanations.get(index), numbers) for index in chosen.tolist()
