@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from prfaas.studies.sweep import parse_sweep
+from tests.cli.pages import page_data
 from tests.cli.runner import Result
 
 Run = Callable[..., Result]
@@ -377,3 +378,32 @@ def test_options_of_one_pd_cluster_are_refused_for_several(prfaas: Run) -> None:
     result = prfaas("plan", TWO_BY_TWO, "--map")
     assert result.code == 2
     assert "--map: this option is for deployments with one pd cluster" in result.err
+
+
+@pytest.mark.parametrize("file", [CASE_STUDY, TWO_BY_TWO], ids=lambda file: file.name)
+def test_a_page_shows_the_plan(prfaas: Run, tmp_path: Path, file: Path) -> None:
+    page = tmp_path / "plan.html"
+    shown = prfaas("plan", file, "--html", page)
+    assert shown.code == 0, shown.err
+    assert f"wrote {page}" in shown.out.replace("\n", " ")
+    data = page_data(page)
+    report = prfaas("plan", file, "--html", page, "--json").json
+    assert report["html"] == str(page)
+    rate = report["rate_rps"] if "rate_rps" in report else report["prfaas_pd"]["lambda_max_rps"]
+    assert data["headline"].startswith(f"{rate:.2f} requests/s. Throughput")
+    assert dict(data["summary"])["rate (requests/s)"] == f"{rate:.3f}"
+    assert data["curves"] and data["tables"] and data["limits"]
+    for table in data["tables"]:
+        assert table["title"] in shown.out
+
+
+def test_a_page_has_what_else_was_asked_for(prfaas: Run, tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    options = ("--sweep", "links.0.gbps=5,100", "--compare", PUBLISHED, "--map")
+    assert prfaas("plan", CASE_STUDY, *options, "--html", page).code == 0
+    data = page_data(page)
+    titles = [table["title"] for table in data["tables"]]
+    assert titles[1].startswith("compared with case_study.published.toml")
+    assert titles[2] == "re-optimised over links.0.gbps"
+    assert titles[3].startswith("gain over one PD cluster")
+    assert data["curves"][-1]["x"] == [5, 100]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.pages import page_data
 from tests.cli.runner import Result
 
 CASE_STUDY = Path(__file__).parents[2] / "configs" / "case_study.toml"
@@ -233,3 +234,47 @@ def test_a_link_trace_of_an_unknown_link_names_the_links(prfaas: Prfaas, tmp_pat
     assert result.code == 2
     assert "there is no link north,nowhere from a prfaas cluster; name one of" in result.err
     assert "north,east; south,east; north,west; south,west" in result.err
+
+
+def test_a_page_replays_the_runs(prfaas: Prfaas, tmp_path: Path) -> None:
+    rates = tmp_path / "rates.csv"
+    rates.write_text("20,0\n40,100\n")
+    page = tmp_path / "new" / "report.html"
+    options = ("--policy", "paper", "adaptive", "--baseline", "homogeneous")
+    shown = prfaas("simulate", *RUN, *options, "--link-trace", rates, "--html", page)
+    assert shown.code == 0, shown.err
+    assert f"wrote {page}" in shown.out.replace("\n", " ")
+    data = page_data(page)
+    assert data["kind"] == "simulation"
+    assert data["title"].startswith("case-study-1t, Poisson arrivals, ")
+    assert [run["name"] for run in data["runs"]] == ["paper", "adaptive", "homogeneous PD"]
+    assert data["tables"][0]["title"].startswith("saturated")
+    for run in data["runs"]:
+        assert [label for label, _ in run["summary"]] == data["summary_labels"]
+        assert sum(home["arrived"][-1] for home in run["homes"]) == 400
+    summary = dict(data["runs"][0]["summary"])
+    assert summary["throughput (req/s)"] in shown.out
+    cut = [e for e in data["runs"][1]["events"] if e["text"] == "The link prfaas -> pd is cut."]
+    assert [event["at_s"] for event in cut] == [20]
+    assert data["runs"][2]["links"] == []
+
+
+def test_json_names_the_page(prfaas: Prfaas, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    without = prfaas("simulate", *RUN, "--json").json["runs"]
+    found = prfaas("simulate", *RUN, "--html", page, "--json").json
+    assert found["written"] == [str(page)]
+    assert found["runs"] == without, "the page changes no figure"
+
+
+@pytest.mark.parametrize("command", ["simulate", "plan"])
+def test_a_page_that_cannot_be_written_is_refused_first(
+    prfaas: Prfaas, tmp_path: Path, command: str
+) -> None:
+    for path in (Path("/dev/null/report.html"), tmp_path):
+        refused = prfaas(command, CASE_STUDY, "--html", path)
+        assert (refused.code, refused.out) == (2, "")
+        assert refused.err.startswith(f"error: {path}: --html: cannot write the file: ")
+    wrong = prfaas(command, tmp_path / "none.toml", "--html", tmp_path / "report.html")
+    assert wrong.code == 2
+    assert not (tmp_path / "report.html").exists(), "no empty file is left"

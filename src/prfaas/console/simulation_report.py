@@ -28,6 +28,7 @@ from prfaas.sim.results.recording import (
     NodeMoment,
     RecordedLink,
     Recording,
+    thinned,
 )
 from prfaas.sim.results.result import Array, Counts, Flags, Requests, Result
 
@@ -68,7 +69,8 @@ def _run(run: ReportedRun, runs: int) -> dict[str, Any]:
     result = run.result
     recording = result.recording
     assert recording is not None, "the config asks for no moments"
-    moments = _frames(recording, _MOST_CELLS // (runs * len(recording.nodes)))
+    cells = _MOST_CELLS // (runs * len(recording.nodes))
+    moments = thinned(recording.moments, max(2, min(MOST_FRAMES, cells)))
     counts = _CountsUntil(result, [moment.at_s for moment in moments])
     events, notes = run_events(result, run.config, counts.times_s[-1])
     return {
@@ -87,14 +89,6 @@ def _run(run: ReportedRun, runs: int) -> dict[str, Any]:
         "events": events,
         "requests": _requests(result, recording, _MOST_REQUESTS // runs),
     }
-
-
-def _frames(recording: Recording, most: int) -> list[Moment]:
-    """Evenly chosen moments, always with the first and the last one."""
-    moments = recording.moments
-    count = max(2, min(len(moments), MOST_FRAMES, most))
-    chosen = np.unique(np.linspace(0, len(moments) - 1, count).round().astype(int))
-    return [moments[index] for index in chosen.tolist()]
 
 
 # Nodes and links ----------------------------------------------------------------------------------
@@ -339,10 +333,11 @@ def _requests(result: Result, recording: Recording, most: int) -> dict[str, Any]
             "nbytes": whole(routes.nbytes),
             "attempts": whole(rows.retries + 1),
             "ttft_s": seconds(rows.ttft_s),
-            "wait_s": seconds(rows.wait_s),
-            "prefill_s": seconds(rows.prefill_s),
-            "transfer_s": seconds(rows.transfer_s),
-            "decode_s": seconds(_decode_part_s(rows)),
+            # 0 where the request has no TTFT, as in `RequestScene`.
+            "wait_s": seconds(np.nan_to_num(rows.wait_s)),
+            "prefill_s": seconds(np.nan_to_num(rows.prefill_s)),
+            "transfer_s": seconds(np.nan_to_num(rows.transfer_s)),
+            "decode_s": seconds(np.nan_to_num(_decode_part_s(rows))),
             "total_s": seconds(rows.last_token_s - rows.arrival_s),
             "alternatives": [
                 _alternatives(routes.explanations.get(index), numbers) for index in chosen.tolist()

@@ -1,7 +1,7 @@
 """What a run looked like: the state of nodes and links at some hundred moments, and every route.
 
 `SimConfig.moments` asks for it. A recording observes the run and changes nothing in it. Its memory
-is bounded: when it is full, it drops every second moment and takes them half as often.
+is bounded: when it is full, it drops half of the moments and takes them half as often.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+
+import numpy as np
 
 from prfaas.scheduler.explain import Explanation
 from prfaas.scheduler.lookup.prefixes import CachedPrefixes
@@ -27,6 +29,7 @@ RouteKind: TypeAlias = Literal["none", "local", "remote", "remainder"]
 ROUTE_KINDS: tuple[RouteKind, ...] = ("none", "local", "remote", "remainder")
 
 MOST_EXPLAINED = 2_000  # requests
+_LEAST_MOMENTS = 6
 
 # A run lasts longer than its arrivals. With fewer moments than allowed while requests arrive, most
 # runs end before the recording is full.
@@ -104,7 +107,7 @@ class Recording:
 class Recorder:
     def __init__(self, world: World, arrivals: int, last_arrival_s: float) -> None:
         self._world = world
-        self._most = max(world.config.moments, 3)
+        self._most = max(world.config.moments, _LEAST_MOMENTS)
         self._every_s = last_arrival_s / (_SHARE_OF_ARRIVALS * self._most)
         self._due_s = 0.0
         self._numbers = {name: number for number, name in enumerate(world.nodes)}
@@ -148,7 +151,7 @@ class Recorder:
         if now < self._due_s and not at_once:
             return
         if len(self._moments) >= self._most - 1:  # there is always room for the last moment
-            del self._moments[1::2]
+            self._moments = thinned(self._moments, self._most // 2)
             self._every_s *= 2
         self._moments.append(self._moment(now, reports))
         self._due_s = now + self._every_s
@@ -211,6 +214,23 @@ class Recorder:
             active=node.batch.running + (node.running is not None),
             queued=len(node.queue) + len(node.for_slot) + len(node.for_memory),
         )
+
+
+def thinned(moments: Sequence[Moment], most: int) -> list[Moment]:
+    """At most so many of the moments, evenly chosen, with the first and the last one. A moment at
+    which no node works begins an idle stretch without moments: such ones are kept, so that no
+    stretch looks busy that is idle."""
+    if len(moments) <= most:
+        return list(moments)
+    idle = [
+        index
+        for index, moment in enumerate(moments)
+        if not any(node.active or node.queued for node in moment.nodes)
+    ]
+    if len(idle) > most // 2 - 1:
+        idle = []
+    even = np.linspace(0, len(moments) - 1, most - len(idle)).round().astype(int)
+    return [moments[index] for index in sorted({*even.tolist(), *idle})]
 
 
 def link_reports(world: World) -> dict[LinkId, LinkStats]:
