@@ -11,6 +11,7 @@ import pytest
 from prfaas.cli.gateway import chosen_home, entry_port
 from prfaas.config import load_deployment
 from prfaas.config.deployment import GatewayEntry, Node
+from prfaas.config.gateway import ApiKey
 from prfaas.config.write import deployment_toml
 from prfaas.errors import InputError
 from tests.cli.runner import Result
@@ -69,3 +70,15 @@ def test_gateways_that_know_one_another_need_a_member_key(
     file.write_text(deployment_toml(LISTED), encoding="utf-8")
     result = prfaas("gateway", file, "--cluster", "east")
     assert result.code == 2 and "gateway.member_key_file" in result.err
+
+
+def test_a_console_of_a_gateway_with_tenant_keys_needs_an_operator_key(
+    prfaas: Callable[..., Result], tmp_path: Path
+) -> None:
+    """Without it, no operator could log in."""
+    section = msgspec.structs.replace(ONE.gateway, keys=[ApiKey(key="k" * 32, tenant="acme")])
+    file = tmp_path / "locked.toml"
+    locked = msgspec.structs.replace(ONE, gateway=section)
+    file.write_text(deployment_toml(locked), encoding="utf-8")
+    result = prfaas("gateway", file, "--console")
+    assert result.code == 2 and "gateway.operator_key_file: the console needs" in result.err

@@ -78,6 +78,7 @@ def test_serves_until_stopped_and_leaves_nothing(
     up: Process, tmp_path: Path, how: signal.Signals
 ) -> None:
     url = up.find(r"serving \S+ at (http://\S+)")
+    assert up.find(r"the console, for a browser: (http://\S+)/") == url
     long = {"prompt": list(range(100)) * 300, "max_tokens": 3, "return_token_ids": True}
     status, answer = call("POST", f"{url}/v1/completions", long)
     assert status == 200 and len(answer["choices"][0]["token_ids"]) == 3

@@ -34,6 +34,7 @@ from prfaas.sim.config import (
 from prfaas.sim.results.result import Result
 from prfaas.sim.run import simulate
 from prfaas.studies.network_plans import deployment_problem
+from prfaas.studies.simulation_cases import Policy
 from prfaas.types import ClusterId, NodeId
 from tests.planner.builders import problem
 from tests.sim.test_world import conversation
@@ -45,7 +46,7 @@ PAGE_BYTES = 250_000  # an allowance for the page itself
 LARGEST = 5_000_000
 
 
-def config(policy: str = "paper", **options: Any) -> SimConfig:
+def config(policy: Policy = "paper", **options: Any) -> SimConfig:
     options = {"moments": MOST_FRAMES} | options
     return SimConfig(scheduler=SchedulerSection(policy=policy), **options)
 
@@ -145,7 +146,7 @@ def check_totals(result: Result, data: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("policy", ["paper", "adaptive", "local", "remote"])
-def test_frames_add_up_to_the_result(policy: str) -> None:
+def test_frames_add_up_to_the_result(policy: Policy) -> None:
     result, data = run(config(policy, replans=True))
     check_shape(data)
     check_totals(result, data)

@@ -31,6 +31,7 @@ from prfaas.sim.results.recording import (
     thinned,
 )
 from prfaas.sim.results.result import Array, Counts, Flags, Requests, Result
+from prfaas.types import NodeId
 
 MOST_FRAMES = 600
 # For all runs together, so that the file of many runs or nodes stays small enough to send.
@@ -302,13 +303,13 @@ def _requests(result: Result, recording: Recording, most: int) -> dict[str, Any]
     outcome = np.where(np.isnan(rows.first_token_s), 2, np.where(np.isnan(rows.last_token_s), 1, 0))
     numbers = {node.name: number for number, node in enumerate(recording.nodes)}
 
-    def whole(values: Sequence[int] | Counts | Flags) -> list[int]:
-        return np.asarray(values)[chosen].astype(np.int64).tolist()
+    def whole(values: Sequence[int] | Counts) -> list[int]:
+        found: list[int] = np.asarray(values, dtype=np.int64)[chosen].tolist()
+        return found
 
     def seconds(values: Array) -> list[float | None]:
         return _rounded(values[chosen].tolist(), 3)
 
-    kinds = np.frombuffer(bytes(routes.kind), dtype=np.uint8)
     return {
         "of": len(rows.arrival_s),
         "names": {
@@ -322,7 +323,7 @@ def _requests(result: Result, recording: Recording, most: int) -> dict[str, Any]
             "id": chosen.tolist(),
             "at_s": seconds(rows.arrival_s),
             "home": whole(rows.home),
-            "route": whole(kinds),
+            "route": whole(routes.kind),
             "outcome": whole(outcome),
             "reason": whole(routes.reason),
             "prefill": whole(routes.prefill),
@@ -356,7 +357,7 @@ def _sample(rows: Requests, explained: Sequence[int], most: int) -> Counts:
 
 
 def _alternatives(
-    found: Explanation | None, numbers: Mapping[str, int]
+    found: Explanation | None, numbers: Mapping[NodeId, int]
 ) -> list[list[float | None]] | None:
     if found is None:
         return None

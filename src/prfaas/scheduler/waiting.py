@@ -171,18 +171,14 @@ class WaitingRoom(Generic[T]):
         by_class = tuple([factor * work_s for work_s in own.by_class])
         return HeldWork(by_class, own.heap[0][0], own_s)
 
-    def count(self, cluster: ClusterId | None) -> int:
-        return sum(len(queue.heap) for queue in self._queues.get(cluster, {}).values())
+    def count(self, cluster: ClusterId | None, tenant: str | None = None) -> int:
+        """The requests that wait for the cluster, or those of one tenant among them."""
+        queues = self._queues.get(cluster, {})
+        return sum(
+            len(queue.heap) for name, queue in queues.items() if tenant is None or name == tenant
+        )
 
-    def counts(self) -> dict[str, int]:
-        """The requests of each tenant that wait, whatever they wait for."""
-        found: dict[str, int] = {}
-        for queues in self._queues.values():
-            for tenant, queue in queues.items():
-                found[tenant] = found.get(tenant, 0) + len(queue.heap)
-        return found
-
-    def tenants(self, cluster: ClusterId) -> Collection[str]:
+    def tenants(self, cluster: ClusterId | None) -> Collection[str]:
         """The tenants whose requests wait for the cluster."""
         return self._queues.get(cluster, {}).keys()
 

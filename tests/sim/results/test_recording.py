@@ -14,6 +14,7 @@ from prfaas.sim.config import LinkFault, NodeFault, RateChange, SimConfig, link_
 from prfaas.sim.results.recording import ROUTE_KINDS, Recording, thinned
 from prfaas.sim.results.result import Result
 from prfaas.sim.run import simulate
+from prfaas.studies.simulation_cases import Policy
 from prfaas.types import NodeId
 from tests.planner.builders import problem
 
@@ -30,7 +31,7 @@ def recorded(**options: object) -> tuple[Result, Recording]:
 
 
 @pytest.mark.parametrize("policy", ["paper", "adaptive", "local", "remote"])
-def test_nodes_do_what_the_requests_say(policy: str) -> None:
+def test_nodes_do_what_the_requests_say(policy: Policy) -> None:
     result, recording = recorded(scheduler=SchedulerSection(policy=policy))
     rows = result.requests
     begun_s = rows.arrival_s + rows.wait_s

@@ -173,7 +173,6 @@ class GatewayScenes:
     def _home(self, home: ClusterId, counts: Mapping[str, HomeCounts]) -> HomeScene:
         plan, state = self._router.plans.get(home), self._router.states[home]
         found = counts.get(home, _NO_COUNTS)
-        waiting = self._router.waiting_room.counts()
         # Requests that were refused before their home was known.
         unknown = counts.get("") if len(self._fleet.homes) == 1 else None
         return HomeScene(
@@ -186,13 +185,23 @@ class GatewayScenes:
             planned_rps=0.0 if plan is None else plan.capacity_rps,
             planned_share=0.0 if plan is None else self._planned_share(home, plan),
             plan_reason="" if plan is None else plan.reason,
-            waiting=sum(n for queue, n in waiting.items() if home_of(queue) == home),
+            waiting=self._waiting(home),
             local=found.local,
             remote=found.remote,
             failed=found.failed + (0 if unknown is None else unknown.failed),
             prompt_tokens=found.prompt_tokens,
             cached_tokens=found.cached_tokens,
             stateless_tokens=found.stateless_tokens,
+        )
+
+    def _waiting(self, home: ClusterId) -> int:
+        """Requests of the home that wait, whatever they wait for."""
+        room = self._router.waiting_room
+        return sum(
+            room.count(cluster, queue)
+            for cluster in (*self._fleet.homes, *self._fleet.remotes, None)
+            for queue in room.tenants(cluster)
+            if home_of(queue) == home
         )
 
     def _planned_share(self, home: ClusterId, plan: Plan) -> float:

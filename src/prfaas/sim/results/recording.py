@@ -162,10 +162,9 @@ class Recorder:
         if self._moments and self._moments[-1].at_s >= world.events.now_s:
             self._moments.pop()
         self._moments.append(self._moment(world.events.now_s, link_reports(world)))
-        slots: Mapping[str, int] = world.slots
         return Recording(
             nodes=tuple(
-                RecordedNode(node.name, node.cluster, slots.get(node.cluster, 0))
+                RecordedNode(node.name, node.cluster, world.slots.get(node.cluster, 0))
                 for node in world.nodes.values()
             ),
             links=tuple(
