@@ -22,7 +22,7 @@ from prfaas.config.write import deployment_toml
 from prfaas.contracts.kvd_api import Heartbeat, KvdReport
 from prfaas.engine.checkpoint.tokenizer import save_tokenizer
 from prfaas.engine.emulated.pace import Scales
-from prfaas.gateway.api.app import CLUSTER_HEADER
+from prfaas.gateway.generation import CLUSTER_HEADER
 from prfaas.http_client.client import HttpClient, open_client
 from prfaas.launch import commands
 from prfaas.launch.attached_process import attached_prefix
