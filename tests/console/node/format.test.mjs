@@ -37,6 +37,14 @@ test("shares, counts and plurals", () => {
   assert.equal(format.tokens(Infinity), "no limit");
 });
 
+test("ticks have no zeros at their end", () => {
+  assert.equal(format.rounded("30.0 Gbps"), "30 Gbps");
+  assert.equal(format.rounded("2.50"), "2.5");
+  assert.equal(format.rounded("100%"), "100%");
+  assert.equal(format.rounded("0.05 s"), "0.05 s");
+  assert.equal(format.rounded("1.05k"), "1.05k");
+});
+
 test("times of a run", () => {
   assert.equal(format.runTime(65), "01:05");
   assert.equal(format.runTime(3725.9), "1:02:05");

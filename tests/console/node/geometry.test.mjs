@@ -108,7 +108,7 @@ test("arrow keys move within the grid", () => {
 });
 
 test("cells shrink, and the load of a node is a share", () => {
-  assert.deepEqual([1, 20, 200].map(geometry.cellSize), ["large", "medium", "small"]);
+  assert.deepEqual([1, 20, 100, 300].map(geometry.cellSize), ["large", "medium", "small", "tiny"]);
   const node = { status: "in use", role: "decode", active: 16, slots: 64, wait_s: 0 };
   assert.equal(geometry.loadOf(node), 0.25);
   assert.equal(geometry.loadOf({ ...node, role: "prefill", wait_s: 5, queued: 1 }), 0.75);

@@ -164,14 +164,13 @@ test("a plan's flows are a table, and its nodes are as busy as planned", () => {
     sources: ["north"],
     targets: ["west", "east"],
     rps: [[2, null]],
-    share: [[0.5, null]],
     bps: [[5e9, null]],
     link_bps: [[1e10, null]],
     local_rps: [2, 1],
   });
   assert.deepEqual(table.rows, [
-    ["from north", "2/s (50%), 5 of 10 Gbps", "no link"],
-    ["prefilled there", "2/s", "1/s"],
+    ["at north", "2/s (50%), 5 of 10 Gbps", "no link"],
+    ["at the PD cluster itself", "2/s (50%)", "1/s (100%)"],
   ]);
   const scene = plannedScene({
     scene: {

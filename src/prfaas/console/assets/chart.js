@@ -12,15 +12,17 @@ import {
   setText,
   svg,
 } from "prfaas/dom";
+import { rounded } from "prfaas/format";
 import * as scale from "prfaas/scale";
 
 const HEIGHT = 128;
-const EDGE = { left: 46, right: 8, top: 8, bottom: 18 };
+const EDGE = { left: 54, right: 8, top: 8, bottom: 18 };
 const MOST_POINTS = 640; // ten minutes of a live page, or all frames of a run
 
 export class Chart {
   /**
-   * `kind`: "line" or "stack". `format` writes a value. `formatTime` writes a time of the axis.
+   * `kind`: "line" or "stack". `headline`: the number beside the title, "first" series, "sum" of
+   * all, or "none". `format` writes a value. `formatTime` writes a time of the axis.
    * `top`: a fixed end of the scale. `onPick(at_s)`: called on a click, where given. `zone`:
    * seconds by which round times are shifted; null: the reader's time zone.
    */
@@ -31,6 +33,7 @@ export class Chart {
     format,
     formatTime,
     top = null,
+    headline = "first",
     note = "",
     onPick = null,
     zone = null,
@@ -40,6 +43,7 @@ export class Chart {
     this.formatTime = formatTime;
     this.top = top;
     this.zone = zone;
+    this.headline = headline;
     this.title = title;
     this.width = 0;
     this.drawn = null;
@@ -177,7 +181,7 @@ export class Chart {
       key: `value ${rank}`,
       line: { x1: EDGE.left, x2: this.width - EDGE.right, y1: y(value), y2: y(value) },
       text: { x: EDGE.left - 6, y: y(value) + 4, "text-anchor": "end" },
-      label: this.format(value),
+      label: rounded(this.format(value)),
     }));
   }
 
@@ -186,8 +190,7 @@ export class Chart {
     const most = Math.max(2, Math.floor(this.width / 90));
     return scale.timeTicks(from, to, most, zone).map((at, rank) => {
       const place = x(at);
-      // The first and the last label would stick out of the chart.
-      const anchor = place < EDGE.left + 24 ? "start" : place > this.width - 32 ? "end" : "middle";
+      const anchor = scale.anchorAt(place, EDGE.left, this.width);
       return {
         key: `time ${rank}`,
         line: { x1: place, x2: place, y1: HEIGHT - EDGE.bottom, y2: HEIGHT - EDGE.bottom + 3 },
@@ -212,10 +215,7 @@ export class Chart {
 
   describe(series) {
     const values = series.map((one) => this.valueOf(one));
-    const known = values.filter((value) => value !== null);
-    const sum = known.reduce((one, other) => one + other, 0);
-    const main = this.kind === "stack" ? (known.length > 0 ? sum : null) : (values[0] ?? null);
-    setText(this.value, main === null ? "-" : this.format(main));
+    setText(this.value, this.headlineOf(values));
     const parts = series.map(
       (one, index) =>
         `${one.name} ${values[index] === null ? "unknown" : this.format(values[index])}`,
@@ -225,5 +225,14 @@ export class Chart {
       "aria-label",
       `${this.title}: ${parts.join(", ") || "no data yet"}.`,
     );
+  }
+
+  headlineOf(values) {
+    if (this.headline === "none") return "";
+    const known = (this.headline === "first" ? values.slice(0, 1) : values).filter(
+      (value) => value !== null,
+    );
+    if (known.length === 0) return "-";
+    return this.format(known.reduce((one, other) => one + other, 0));
   }
 }

@@ -80,20 +80,22 @@ const CHARTS = [
   {
     id: "links",
     title: "Rate of each link",
+    headline: "none",
     format: format.rate,
     note: "Bits per second that arrive; the links with the most traffic.",
     series: linkSeries,
   },
   {
     id: "offloaded",
-    title: "Requests prefilled in another cluster",
+    title: "Offloaded requests",
     format: format.percent,
     top: 1,
-    note: "Share of the requests that finished within a sliding window.",
+    note: "Share of the requests that another cluster prefilled, over a sliding window.",
   },
   {
     id: "threshold",
     title: "Threshold",
+    headline: "none",
     format: format.short,
     note: "Uncached tokens from which a request is offloaded: in force now, and in the plan.",
     series: thresholdSeries,
@@ -101,6 +103,7 @@ const CHARTS = [
   {
     id: "ttft",
     title: "Time to first token, mean",
+    headline: "sum",
     kind: "stack",
     format: format.duration,
     note: "Mean over the first tokens of a sliding window.",
@@ -108,13 +111,14 @@ const CHARTS = [
   {
     id: "requests",
     title: "Requests finished",
+    headline: "sum",
     kind: "stack",
     format: format.perSecond,
     note: "Requests per second, over a sliding window.",
   },
   {
     id: "cache",
-    title: "Prompt tokens found in a cache",
+    title: "Prompt tokens in a cache",
     kind: "stack",
     format: format.percent,
     top: 1,

@@ -83,7 +83,11 @@ function drawCurve(curve, width) {
 function gridLines(curve, ticks, x, y, width) {
   const rows = ticks.flatMap((value) => [
     svg("line", { x1: EDGE.left, x2: width - EDGE.right, y1: y(value), y2: y(value) }),
-    svg("text", { x: EDGE.left - 6, y: y(value) + 4, "text-anchor": "end" }, format.short(value)),
+    svg(
+      "text",
+      { x: EDGE.left - 6, y: y(value) + 4, "text-anchor": "end" },
+      format.rounded(format.short(value)),
+    ),
   ]);
   const columns = scale
     .parameterTicks(curve.x, curve.x_log, Math.max(3, Math.floor(width / 90)))
@@ -91,7 +95,7 @@ function gridLines(curve, ticks, x, y, width) {
       svg(
         "text",
         { x: x(value), y: HEIGHT - EDGE.bottom + 14, "text-anchor": "middle" },
-        format.short(value),
+        format.rounded(format.short(value)),
       ),
     );
   const names = [

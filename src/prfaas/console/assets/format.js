@@ -88,6 +88,11 @@ export function percent(share) {
   return `${value.toFixed(value < 9.95 && value > 0 ? 1 : 0)}%`.replace(".0%", "%");
 }
 
+/** A tick of an axis is a round value: "30.0 Gbps" becomes "30 Gbps", and "2.50" becomes "2.5". */
+export function rounded(text) {
+  return text.replace(/(\.\d*?)0+(?=\D|$)/, "$1").replace(/\.(?=\D|$)/, "");
+}
+
 /** Requests per second. */
 export function perSecond(value) {
   return `${trimmed(value)}/s`;

@@ -21,7 +21,8 @@ export function columnsOf(clusters) {
 /** The size of a node's cell: the more nodes a cluster has, the smaller. */
 export function cellSize(number) {
   if (number <= 10) return "large";
-  return number <= 40 ? "medium" : "small";
+  if (number <= 40) return "medium";
+  return number <= 120 ? "small" : "tiny";
 }
 
 /**

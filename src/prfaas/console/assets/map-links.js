@@ -76,7 +76,8 @@ export class LinkLayer {
       title: words.linkDescription(link),
     });
     setText(name, format.linkLabel(link));
-    setText(verdict, link.verdict);
+    // A plan has no verdict; its links are more or less full.
+    setText(verdict, link.planned ? format.percent(geometry.shareInUse(link)) : link.verdict);
     setText(rate, format.rateOf(link.rate_bps, link.capacity_bps));
     setText(queue, queueWords(link));
     setVariable(button, "--share", geometry.shareInUse(link).toFixed(3));
@@ -130,9 +131,10 @@ function createLine() {
 
 function queueWords(link) {
   if (link.planned) return "planned";
+  const oldest = link.waited_s > 0 ? format.duration(link.waited_s) : "";
   const parts = [
     link.backlog_bytes > 0
-      ? `${format.bytes(link.backlog_bytes)} queued, ${format.duration(link.waited_s)}`
+      ? `${format.bytes(link.backlog_bytes)} queued ${oldest}`.trim()
       : "no queue",
   ];
   if (link.lost_segments > 0) parts.push(`${format.short(link.lost_segments)} resent`);

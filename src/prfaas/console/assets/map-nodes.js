@@ -62,8 +62,13 @@ export class NodeGrid {
   drawButton(button, { node, shownName }) {
     const marked = this.isMarked("node", node.id);
     const drawn = button.drawn;
-    // `applyDelta` shares what has not changed, and most nodes have not.
-    if (drawn?.node === node && drawn.marked === marked && drawn.shownName === shownName) return;
+    if (
+      drawn?.marked === marked &&
+      drawn.shownName === shownName &&
+      haveEqualFields(drawn.node, node)
+    ) {
+      return; // most nodes do not change from scene to scene
+    }
     button.drawn = { node, marked, shownName };
     const [role, name, load] = button.children;
     const description = words.nodeDescription(node, this.cluster);
@@ -101,6 +106,13 @@ export class NodeGrid {
     event.preventDefault();
     buttons[next].focus();
   }
+}
+
+function haveEqualFields(one, other) {
+  // `applyDelta` shares the nodes that it does not change; a replay makes new ones.
+  if (one === other) return true;
+  for (const key in other) if (one[key] !== other[key]) return false;
+  return true;
 }
 
 function loadWords(node) {

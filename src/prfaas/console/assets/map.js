@@ -135,16 +135,16 @@ function homeWords(home) {
 }
 
 function legend() {
-  const entry = (kind, text) =>
-    html("li", {}, html("span", { class: `key key-${kind}`, "aria-hidden": "true" }), text);
+  const entry = (kind, text, letter = "") =>
+    html("li", {}, html("span", { class: `key key-${kind}`, "aria-hidden": "true" }, letter), text);
   return html(
     "ul",
     { class: "map-legend", "aria-label": "Legend" },
-    entry("prefill", "prefill"),
-    entry("decode", "decode"),
+    entry("prefill", "prefill", "P"),
+    entry("decode", "decode", "D"),
     entry("drains", "drains"),
     entry("idle", "not in use"),
-    entry("lost", "lost"),
+    entry("lost", "lost", "×"),
     entry("load", "load"),
     entry("memory", "KV memory"),
   );

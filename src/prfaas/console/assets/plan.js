@@ -1,6 +1,6 @@
 // The report of a plan: its scene with planned rates, its flows and its curves.
 
-import { Facts, textTable } from "prfaas/bars";
+import { textTable } from "prfaas/bars";
 import { curveFigure } from "prfaas/curve";
 import { Details } from "prfaas/details";
 import { html, oncePerFrame, setAttribute } from "prfaas/dom";
@@ -20,27 +20,30 @@ export function plannedScene({ scene, busy }) {
   return complete;
 }
 
-/** The flows as a table of text: a row per PrfaaS cluster, a column per PD cluster. Pure. */
-export function flowTable({ sources, targets, rps, share, bps, link_bps, local_rps }) {
+/**
+ * The flows as a table of text: a row per PrfaaS cluster, a column per PD cluster. Percentages are
+ * of all requests of the PD cluster. Pure.
+ */
+export function flowTable({ sources, targets, rps, bps, link_bps, local_rps }) {
+  const totals = targets.map((_, target) =>
+    rps.reduce((sum, row) => sum + (row[target] ?? 0), local_rps[target]),
+  );
+  const rateWords = (rate, target) =>
+    `${format.perSecond(rate)} (${format.percent(totals[target] > 0 ? rate / totals[target] : 0)})`;
   const cell = (source, target) => {
     const rate = rps[source][target];
     if (rate === null) return "no link";
-    const part = format.percent(share[source][target]);
     const bits = format.rateOf(bps[source][target], link_bps[source][target]);
-    return `${format.perSecond(rate)} (${part}), ${bits}`;
+    return `${rateWords(rate, target)}, ${bits}`;
   };
-  const rows = sources.map((name, source) => [
-    `from ${name}`,
-    ...targets.map((_, target) => cell(source, target)),
-  ]);
-  rows.push([
-    "prefilled there",
-    ...targets.map((_, target) => format.perSecond(local_rps[target])),
-  ]);
+  const each = (write) => targets.map((_, target) => write(target));
   return {
     title: "Where requests are prefilled",
-    columns: ["", ...targets.map((name) => `for ${name}`)],
-    rows,
+    columns: ["", ...targets.map((name) => `requests of ${name}`)],
+    rows: [
+      ...sources.map((name, source) => [`at ${name}`, ...each((target) => cell(source, target))]),
+      ["at the PD cluster itself", ...each((target) => rateWords(local_rps[target], target))],
+    ],
   };
 }
 
@@ -112,8 +115,7 @@ export class PlanPage {
     return html(
       "section",
       { "aria-label": "Figures" },
-      html("h2", {}, "The plan"),
-      new Facts().draw(this.data.summary),
+      textTable({ title: "The plan", columns: ["", ""], rows: this.data.summary }),
       notes.length > 0 ? html("ul", { class: "notes hint" }, notes) : null,
     );
   }

@@ -6,7 +6,7 @@ import { html, KeyedList, setAttribute, setAttributes, setText } from "prfaas/do
 import * as format from "prfaas/format";
 
 const MOST_ROWS = 30;
-const COLUMNS = ["arrived", "route", "prompt", "cached", "TTFT", "wait, prefill, transfer, decode"];
+const COLUMNS = ["arrived", "route", "prompt", "cached", "TTFT", "its parts"];
 const FILTERS = {
   all: () => true,
   offloaded: (request) => request.route === "remote",

@@ -30,6 +30,12 @@ export function zoneAt(epochSeconds) {
   return -new Date(epochSeconds * 1000).getTimezoneOffset() * 60;
 }
 
+/** The anchor of a label at `x`: the first and the last one would stick out of the drawing. */
+export function anchorAt(x, left, right) {
+  if (x < left + 24) return "start";
+  return x > right - 28 ? "end" : "middle";
+}
+
 /** Round times within `from`..`to`, at most `most`. `offset` is the time zone, in seconds. */
 export function timeTicks(from, to, most = 5, offset = 0) {
   const step = TIME_STEPS.find((seconds) => (to - from) / seconds <= most) ?? TIME_STEPS.at(-1);

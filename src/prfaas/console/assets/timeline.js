@@ -87,9 +87,10 @@ export class Timeline {
     );
     this.ticks = new KeyedList(
       this.axis,
-      () => svg("text", { "text-anchor": "middle" }),
+      () => svg("text", {}),
       (text, tick) => {
-        setAttributes(text, { x: tick.x, y: tick.y });
+        const anchor = scale.anchorAt(tick.x, EDGE.left, this.width);
+        setAttributes(text, { x: tick.x, y: tick.y, "text-anchor": anchor });
         setText(text, tick.label);
       },
     );
