@@ -16,7 +16,7 @@ from prfaas.gateway.planning.prefix_copies import PrefixCopies
 from prfaas.gateway.router import Router
 from prfaas.gateway.status import GatewayStatus
 from prfaas.testing.clock import FakeClock
-from prfaas.types import ClusterId
+from prfaas.types import ClusterId, HashEvent
 from tests.gateway.console.made_scenes import HOSTILE
 from tests.gateway.fleets import (
     LONG,
@@ -176,3 +176,16 @@ async def test_a_failing_explanation_does_not_fail_the_request(
     await router.place(wanted, 1.0)
     assert wanted.booking is not None and wanted.explanation is None
     assert fleet.failures.counts["console"] == 1
+
+
+async def test_blocks_without_a_state_are_counted() -> None:
+    """A node has the attention blocks of a prefix, and no recurrent state to resume from."""
+    clock = FakeClock(10.0)
+    fleet, router, scenes = made(clock)
+    wanted = placement(LONG, clock)
+    assert fleet.prefixes.add(member_of(fleet, F), F)
+    hashes = tuple(wanted.prompt.at(64)[:4])
+    assert fleet.manager.apply(HashEvent(0, F, "full", 64, hashes, "stored"))
+    scenes.explain_routes(lambda: False)
+    await router.place(wanted, 1.0)
+    assert wanted.stateless_tokens == 4 * 64 and wanted.explanation is None
