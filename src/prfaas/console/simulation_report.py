@@ -165,11 +165,8 @@ def _verdict(link: LinkMoment) -> str:
 
 
 def _cause(link: LinkMoment) -> str:
-    if link.bps == 0:
-        return "it has no bandwidth"
-    if link.state is None or link.state.health.verdict is LinkVerdict.CLEAR:
-        return ""
-    return link.state.health.described
+    """The signal that holds the verdict. A link that is clear has one while a queue builds up."""
+    return "" if link.bps == 0 or link.state is None else link.state.health.cause
 
 
 # Requests over time -------------------------------------------------------------------------------
