@@ -27,27 +27,21 @@ WIDTH, HEIGHT = 1440, 900
 SCRIPT_S = 120.0  # for one script in the page; only a hang takes so long
 _LOCAL_SCHEMES = ("data", "blob", "about", "chrome", "file", "devtools")
 
-# Notes when the page shows a change, on the page's own clock, and of which scene it is.
+# Notes of each scene what the page shows of it, and when it was drawn, on the page's own clock.
 _RECORDER = """
-const attributes = ["data-status", "data-verdict", "data-request"];
 const main = document.querySelector("main");
-window.recorded = [];
+window.drawn = [];
 window.said = [];
 window.late_s = 0;
-const note = (element, attribute) => window.recorded.push({
-  of: element.dataset.link ?? element.dataset.name ?? element.dataset.request,
-  attribute, value: element.getAttribute(attribute),
-  drawn_s: Date.now() / 1000, scene_s: Number(main.dataset.drawnAt),
-});
-new MutationObserver((records) => {
-  for (const record of records) {
-    if (record.type === "attributes") note(record.target, record.attributeName);
-    for (const added of record.addedNodes)
-      if (added instanceof Element)
-        for (const one of [added, ...added.querySelectorAll("[data-request]")])
-          if (one.dataset.request !== undefined) note(one, "data-request");
-  }
-}).observe(document.body, {subtree: true, childList: true, attributeFilter: attributes});
+const note = () => {
+  const shown = {};
+  for (const {dataset} of document.querySelectorAll("[data-link], [data-node], [data-request]"))
+    shown[dataset.link ?? dataset.name ?? dataset.request] =
+      dataset.verdict ?? dataset.status ?? dataset.route;
+  window.drawn.push({drawn_s: Date.now() / 1000, scene_s: Number(main.dataset.drawnAt), shown});
+};
+new MutationObserver(note).observe(main, {attributeFilter: ["data-drawn-at"]});
+note();
 const status = document.querySelector("#status");
 new MutationObserver(() => window.said.push(status.textContent))
   .observe(status, {subtree: true, childList: true, characterData: true});
@@ -143,7 +137,15 @@ class Browser:
         title, body = self._driver.title, self.script("return document.body?.innerText ?? ''")
         return f"{self._driver.current_url} {title!r}\n{body[:3000]}\n{self.problems()}"
 
+    def press_button(self, css: str) -> None:
+        """With the keyboard: what moves away under the pointer keeps the focus."""
+        self.script("arguments[0].focus()", self.one(css))
+        self.press("\ue007")  # Enter
+
     def save_picture(self, file: Path) -> None:
+        """Of the top of the page."""
+        self.point_away()
+        self.script("window.scrollTo({top: 0, behavior: 'instant'})")
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(self._driver.get_screenshot_as_png())
 
@@ -171,16 +173,17 @@ class Browser:
         """From now on, until the page is left."""
         self.script(_RECORDER)
 
-    def change(self, of: str, attribute: str, *values: str, after_s: float) -> dict[str, float]:
-        """Waits until the page has drawn one of these values, after this time of its clock."""
+    def first_drawn(self, of: str, *values: str, since_s: float) -> dict[str, float]:
+        """Waits until the page has drawn a node, a link or a request with one of these values, of
+        a scene that was made after this time. Its times, and how late the page's own timers were
+        for want of a core."""
         return dict(
             self.until(
-                "const [of, attribute, values, after_s] = arguments;"
-                "const found = window.recorded.find((one) => one.of === of"
-                " && one.attribute === attribute && values.includes(one.value)"
-                " && one.drawn_s >= after_s);"
-                "return found && {...found, late_s: window.late_s};",
-                *(of, attribute, list(values), after_s),
+                "const [of, values, since_s] = arguments;"
+                "const found = window.drawn.find((one) =>"
+                " one.scene_s >= since_s && values.includes(one.shown[of]));"
+                "return found && {...found, shown: null, late_s: window.late_s};",
+                *(of, list(values), since_s),
             )
         )
 

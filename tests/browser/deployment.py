@@ -39,7 +39,7 @@ from tests.waiting import HANG_S, PATIENCE_S
 TWO_BY_TWO = Path(__file__).parents[2] / "configs" / "two_by_two.toml"
 INSTANCES = {"east": 3, "west": 2, "north": 2, "south": 1}
 HOMES = ("east", "west")
-SCALES = Scales(time=0.25, bytes=1 / 256, output=1 / 32)
+SCALES = Scales(time=0.5, bytes=1 / 256, output=1 / 32)
 MAX_TOKENS = 131_072
 LOOK_S = 0.05  # between two polls of the gateway's state
 REQUEST_S = 60.0  # for one response; only a process that hangs takes longer
