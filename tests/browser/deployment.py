@@ -139,11 +139,14 @@ class LiveDeployment:
             outcome = await self.outcomes.of(answer.request_id)
         return outcome, time.time()
 
-    def _body(self, prompt_tokens: int, output_tokens: int = 8) -> bytes:
+    def _body(
+        self, prompt_tokens: int, output_tokens: int = 8, conversation: int | None = None
+    ) -> bytes:
+        """Prompts of one conversation begin alike; others share nothing."""
         number = next(self._numbers)
-        prompt = ",".join(str((number + n) % 200) for n in range(prompt_tokens))
-        template = RequestTemplate(self.model, salt=f"not cached {number}")
-        return template.body(prompt.encode(), output_tokens)
+        salt = f"alone {number}" if conversation is None else f"conversation {conversation}"
+        prompt = ",".join(str(n % 200) for n in range(prompt_tokens))
+        return RequestTemplate(self.model, salt).body(prompt.encode(), output_tokens)
 
     @asynccontextmanager
     async def traffic(self, per_s: float) -> AsyncIterator[None]:
@@ -158,7 +161,10 @@ class LiveDeployment:
             ):
                 while True:
                     target = chosen.choices((east, west), (2, 1))[0]
-                    body = self._body(chosen.choice(PROMPT_TOKENS), chosen.randrange(8, 48))
+                    tokens, output_tokens = chosen.choice(PROMPT_TOKENS), chosen.randrange(8, 48)
+                    # Every third prompt belongs to one of a few conversations.
+                    conversation = chosen.choice((*range(6), *[None] * 12))
+                    body = self._body(tokens, output_tokens, conversation)
                     group.create_task(target.complete(body, within_s=REQUEST_S))
                     await asyncio.sleep(chosen.expovariate(per_s))
 

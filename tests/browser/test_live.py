@@ -23,7 +23,7 @@ from tests.browser.deployment import (
     stand_in_kvd,
 )
 from tests.browser.loop_thread import LoopThread
-from tests.waiting import HANG_S, wait_until
+from tests.waiting import HANG_S
 
 pytestmark = pytest.mark.timeout(600)
 WITHIN_S = 2.0  # of the gateway's own state
@@ -242,20 +242,28 @@ def test_it_is_live_without_reloading(page: Browser) -> None:
     assert page.script("return window.kept") is True
 
 
-def test_pictures_in_light_and_dark(page: Browser, pictures: Path) -> None:
-    """With a minute of traffic, so that the charts show something."""
-    wait_until(lambda: len(page.all("[data-request]")) >= 20)
+def test_pictures_of_a_problem(
+    page: Browser, live: LiveDeployment, loop_thread: LoopThread, pictures: Path
+) -> None:
+    """After a minute of traffic, so that the charts show something: what the system is doing, which
+    link is the problem, and why a request went where it went."""
     first_s = page.script("return Number(document.querySelector('main').dataset.drawnAt)")
     drawn = "return Number(document.querySelector('main').dataset.drawnAt) > arguments[0] + 60"
     page.until(drawn, first_s, within_s=HANG_S)
-    # While at least two links carry something.
-    flows = "return document.querySelectorAll('.link[data-flows]').length >= 2"
-    page.until(flows, within_s=HANG_S)
-    page.save_picture(pictures / "console.png")
-    page.click("#theme")
-    page.until("return document.documentElement.dataset.theme === 'dark'")
-    page.save_picture(pictures / "console-dark.png")
-    page.script("localStorage.clear()")
+    page.one("[data-request][data-route=remote][data-outcome=completed]")
+    began_s = time.time()
+    loop_thread.run(live.order(*LINK, "outage"))
+    try:
+        page.first_drawn(" -> ".join(LINK), "cut", since_s=began_s)
+        page.press_button("[data-request][data-route=remote][data-outcome=completed] button")
+        page.until("return document.querySelector('#details [data-part=alternatives]') !== null")
+        page.save_picture(pictures / "console.png")
+        page.press_button("#theme")
+        page.until("return document.documentElement.dataset.theme === 'dark'")
+        page.save_picture(pictures / "console-dark.png")
+        page.script("localStorage.clear()")
+    finally:
+        loop_thread.run(live.order(*LINK, "restore"))
 
 
 def test_the_name_of_a_member_is_text(
