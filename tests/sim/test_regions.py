@@ -229,9 +229,10 @@ def test_unequal_links_are_used_as_planned(policy: str) -> None:
         assert share == pytest.approx(planned.shares[0], abs=0.01)
 
 
-@pytest.mark.slow
 @BOTH
-@pytest.mark.parametrize("seed", [2, 7])
+@pytest.mark.parametrize(
+    "seed", [pytest.param(2, marks=pytest.mark.slow), pytest.param(7, marks=pytest.mark.grid)]
+)
 def test_random_deployments_are_served_at_the_planned_rate(seed: int, policy: str) -> None:
     """Of 4 x 2 and of 4 x 3 clusters. `bench/regions.py` has more of them."""
     study = NetworkStudy(regions.CASE_STUDY, "exact")

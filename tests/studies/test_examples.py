@@ -33,7 +33,7 @@ def test_an_example_is_planned(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])]
+    "name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.grid) for name in NAMES[1:])]
 )
 def test_an_example_is_simulated(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -44,8 +44,13 @@ def test_an_example_is_simulated(
     assert result["requests"] == 60 and 0 < result["offload_fraction"] < 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(NAMES[0], marks=pytest.mark.slow),
+        *(pytest.param(name, marks=pytest.mark.grid) for name in NAMES[1:]),
+    ],
+)
 def test_the_plan_of_an_example_has_ranges(name: str) -> None:
     file = config(name)
     deployment, study = load_deployment(file), Study(file, "paper")

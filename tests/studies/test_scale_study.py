@@ -120,7 +120,7 @@ def test_steady_again(p90: list[float | None], after_s: float | None) -> None:
     assert found["steady_after_s"] == after_s
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_the_script_fills_its_page(tmp_path: Path) -> None:
     shutil.copy(ROOT / "docs" / "scale.md", tmp_path)
     arguments = ["--quick", "--jobs", "1", "--docs", str(tmp_path)]

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.gateway.client.node_client import Load
-from prfaas.gateway.fleet.prefill_work import PrefillWork
+from prfaas.gateway.fleet.prefill_work import OthersWork, PrefillWork
 
 
 def test_the_first_job_has_run_since_the_one_before_ended() -> None:
@@ -36,6 +36,13 @@ def test_an_idle_node_has_the_work_that_was_just_sent() -> None:
 def test_requests_at_a_decode_node_are_decoded() -> None:
     report = PrefillWork().node_report(Load(running=5, waiting=1), "decode", 0, 2, 3.0)
     assert (report.at_s, report.work_s, report.decoding) == (3.0, 0.0, 6)
+
+
+def test_a_decode_node_does_not_know_yet_of_requests_whose_kv_is_to_arrive() -> None:
+    others = OthersWork(prefills=0, work_s=0.0, decodes=4)
+    for running, expected in ((3, 2 + 4), (9, 9)):
+        report = PrefillWork().node_report(Load(running, 0), "decode", 0, 2, 3.0, others)
+        assert report.decoding == expected
 
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)), max_size=20))

@@ -78,9 +78,14 @@ def test_the_mixed_integer_programme_agrees() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+def test_forty_deployments_against_brute_force() -> None:
+    compare_with_brute_force(range(40))
+
+
+@pytest.mark.grid
+@pytest.mark.timeout(300)
 def test_two_hundred_deployments_against_brute_force() -> None:
-    compare_with_brute_force(range(200))
+    compare_with_brute_force(range(40, 200))
 
 
 @pytest.mark.slow

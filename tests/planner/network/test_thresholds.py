@@ -66,8 +66,13 @@ def test_a_search_that_gives_up_says_so(monkeypatch: pytest.MonkeyPatch) -> None
     assert max(home.prefill_utilisation for home in plan.homes) <= 1 + 1e-8
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("bps", [2e7, 6e7, 1e9])
+@pytest.mark.parametrize(
+    "bps",
+    [
+        pytest.param(6e7, marks=pytest.mark.slow),
+        *(pytest.param(bps, marks=pytest.mark.grid) for bps in (2e7, 1e9)),
+    ],
+)
 def test_the_search_ends_with_thousands_of_thresholds(bps: float) -> None:
     subject = network(bps)
     plan = NetworkPlanner("paper").solve(subject)

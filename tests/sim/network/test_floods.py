@@ -63,8 +63,10 @@ def served(
     return count, float(np.percentile(np.concatenate(ttft_s), 90))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize(
+    "elsewhere",
+    [pytest.param(True, marks=pytest.mark.slow), pytest.param(False, marks=pytest.mark.grid)],
+)
 @pytest.mark.parametrize("flooding", [0, 1])
 @pytest.mark.parametrize("policy", ["paper", "adaptive"])
 def test_a_flood_does_not_reach_the_other_pd_cluster(

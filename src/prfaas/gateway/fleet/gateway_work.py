@@ -23,6 +23,7 @@ class GatewayWork:
         self._others_at: Callable[[NodeId], OthersWork] = lambda _: NO_WORK
         self._others_ended_s: dict[NodeId, float] = {}  # when others last had a prefill there
         self._unknown_s: dict[NodeId, float] = {}  # work of which no gateway tells, as last polled
+        self._polled: dict[NodeId, int] = {}  # others' requests that decode there, as last polled
 
     def share_with(self, others_at: Callable[[NodeId], OthersWork]) -> None:
         """Other gateways send requests to the same nodes. `others_at` returns what they have at a
@@ -36,6 +37,7 @@ class GatewayWork:
         del self._work[node]
         self._others_ended_s.pop(node, None)
         self._unknown_s.pop(node, None)
+        self._polled.pop(node, None)
 
     def of(self, node: NodeId) -> PrefillWork:
         return self._work[node]
@@ -66,20 +68,23 @@ class GatewayWork:
         own = max(own, len(work))
         report = work.node_report(load, role, own, decoding, asked_s, others)
         self._unknown_s[node] = report.work_s - work.left_s(asked_s) - others.work_s
+        self._polled[node] = max(0, load.running + load.waiting - own - decoding)
         self._board.record_report(node, report)
 
     def record_others(self) -> None:
-        """The other gateways have reported. Prefill nodes are those of PrfaaS clusters, which all
-        gateways use, and of PD clusters; what decodes is seen when an engine is polled."""
+        """The other gateways have reported what they have at the nodes."""
         now = self._clock.now()
         for node, work in self._work.items():
-            if self._others_at(node).prefills:
+            others = self._others_at(node)
+            if others.prefills:
                 self._others_ended_s[node] = now
-            if self._board.node(node).role == "prefill":
-                work_s = work.left_s(now) + self._others_at(node).work_s
-                work_s += self._unknown_s.get(node, 0.0)
-                decoding = self._board.own_requests(node).decoding
-                self._board.record_report(node, NodeReport(now, work_s, decoding))
+            work_s, decoding = work.left_s(now), self._board.own_requests(node).decoding
+            if self._board.node(node).role == "decode":
+                # The node does not know yet of requests whose KV is still to arrive.
+                decoding += max(self._polled.get(node, 0), others.decodes)
+            else:
+                work_s += others.work_s + self._unknown_s.get(node, 0.0)
+            self._board.record_report(node, NodeReport(now, work_s, decoding))
 
     def own_loads(self) -> dict[NodeId, OthersWork]:
         """What this gateway has at each node, as it tells the other gateways."""

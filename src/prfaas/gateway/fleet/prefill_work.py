@@ -73,11 +73,13 @@ class PrefillWork:
         known: OthersWork = NO_WORK,
     ) -> NodeReport:
         """At most `own` prefills of this gateway were at the node while it was polled. `known` is
-        what other gateways say that they have there."""
+        what other gateways say that they have there: also requests whose KV is still to arrive, of
+        which a decode node does not know yet."""
         requests = load.running + load.waiting
         work_s = self.left_s(asked_s)
         if role == "decode":
-            return NodeReport(asked_s, work_s, max(0, requests - own))
+            decoding = max(requests - own, own_decodes + known.decodes)
+            return NodeReport(asked_s, work_s, max(0, decoding))
         others = max(0, requests - own - own_decodes - known.prefills)
         work_s += known.work_s + others * self._mean_s
         return NodeReport(asked_s, work_s, own_decodes)
