@@ -131,7 +131,7 @@ function createLine() {
 
 function queueWords(link) {
   if (link.planned) return "planned";
-  const oldest = link.waited_s > 0 ? format.duration(link.waited_s) : "";
+  const oldest = link.waited_s > 0 ? `for ${format.duration(link.waited_s)}` : "";
   const parts = [
     link.backlog_bytes > 0
       ? `${format.bytes(link.backlog_bytes)} queued ${oldest}`.trim()

@@ -228,9 +228,14 @@ export class PromptBox {
 async function* eventsOf(response) {
   const parser = new EventParser();
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  for (;;) {
-    const { done, value } = await reader.read();
-    if (done) return;
-    yield* parser.push(value);
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      yield* parser.push(value);
+    }
+  } finally {
+    // The reader may have left before the end; the connection is of no more use then.
+    reader.cancel().catch(() => {});
   }
 }
