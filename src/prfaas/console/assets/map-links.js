@@ -68,7 +68,7 @@ export class LinkLayer {
 
   drawLabel(item, link) {
     const button = item.firstElementChild;
-    const [name, verdict, rate, , queue] = button.children;
+    const [name, verdict, rate, meter, queue] = button.children;
     setAttributes(button, {
       "data-verdict": link.verdict,
       "aria-pressed": String(this.isMarked("link", link.key)),
@@ -80,7 +80,7 @@ export class LinkLayer {
     setText(verdict, link.planned ? format.percent(geometry.shareInUse(link)) : link.verdict);
     setText(rate, format.rateOf(link.rate_bps, link.capacity_bps));
     setText(queue, queueWords(link));
-    setVariable(button, "--share", geometry.shareInUse(link).toFixed(3));
+    setVariable(meter, "--share", geometry.shareInUse(link).toFixed(3));
   }
 
   drawLine(group, link) {
