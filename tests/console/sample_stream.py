@@ -258,6 +258,25 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self.send_error(404)
 
+    def do_POST(self) -> None:
+        """The prompt box: an answer for any prompt, by way of the latest request."""
+        length = int(self.headers.get("Content-Length", 0))
+        self.rfile.read(length)
+        request = list(self.latest.values())[-1]
+        if self.path.endswith("/explain"):
+            found = json.dumps(explanation(request)).encode()
+            self._answer(found, {"Content-Type": "application/json"})
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("X-Request-Id", request["id"])
+        self.end_headers()
+        for word in "Tokens <b>are text</b>, whatever a model writes. ".split(" ") * 8:
+            chunk = json.dumps({"choices": [{"text": f"{word} "}]})
+            self.wfile.write(f"data: {chunk}\n\n".encode())
+            time.sleep(0.02)
+        self.wfile.write(b"data: [DONE]\n\n")
+
     def _answer(self, content: bytes, headers: dict[str, str]) -> None:
         self.send_response(200)
         for name, value in headers.items():

@@ -100,7 +100,7 @@ def test_classes_of_the_style_are_used() -> None:
     others = [path for path in FILES if path.suffix != ".css"]
     text = "\n".join(path.read_text(encoding="utf-8") for path in others)
     # Names that a module puts together: `tone-${...}`.
-    made = ("tone-", "fill-", "mark-", "key-")
+    made = ("tone-", "fill-", "mark-", "key-", "entry-")
     for name in sorted(set(re.findall(r"\.([a-z][a-z0-9-]*)", selectors))):
         if not name.startswith(made):
             assert re.search(rf"\b{re.escape(name)}\b", text), f".{name} is not used"

@@ -187,7 +187,7 @@ export class Chart {
 
   timeTicks(from, to, x) {
     const zone = this.zone ?? scale.zoneAt(to);
-    const most = Math.max(2, Math.floor(this.width / 90));
+    const most = Math.max(3, Math.floor(this.width / 80));
     return scale.timeTicks(from, to, most, zone).map((at, rank) => {
       const place = x(at);
       const anchor = scale.anchorAt(place, EDGE.left, this.width);

@@ -26,15 +26,12 @@ async function loadRequest(id) {
   return { ...loaded, request: loaded.request ? completeRequest(loaded.request) : null };
 }
 
-/** The status of a response without its body; 0 where no response comes. */
-async function statusOf(path) {
-  const controller = new AbortController();
+/** The status that the stream would have; 0 where no response comes. */
+async function streamStatus() {
   try {
-    return (await fetch(path, { signal: controller.signal })).status;
+    return (await fetch(STREAM, { method: "HEAD" })).status;
   } catch {
     return 0;
-  } finally {
-    controller.abort();
   }
 }
 
@@ -97,6 +94,12 @@ class LivePage {
 
   // -- the stream
 
+  start() {
+    setText(this.layout.connection, "connecting");
+    setAttribute(this.layout.connection, "hidden", false);
+    this.connect();
+  }
+
   connect() {
     const source = new EventSource(STREAM);
     source.addEventListener("scene", (event) => {
@@ -117,7 +120,7 @@ class LivePage {
   }
 
   async reconnect() {
-    const status = await statusOf(STREAM);
+    const status = await streamStatus();
     if (status === 401) {
       this.tell("ended", "The session has ended. Reload the page to log in.");
       return;
@@ -152,4 +155,4 @@ class LivePage {
 }
 
 const page = new LivePage();
-page.connect();
+page.start();

@@ -60,6 +60,7 @@ export class LinkLayer {
       html("span", { class: "link-name" }),
       html("span", { class: "link-verdict" }),
       html("span", { class: "link-rate" }),
+      html("span", { class: "link-loss" }),
       html("span", { class: "meter meter-link" }),
       html("span", { class: "link-queue" }),
     );
@@ -68,7 +69,7 @@ export class LinkLayer {
 
   drawLabel(item, link) {
     const button = item.firstElementChild;
-    const [name, verdict, rate, , queue] = button.children;
+    const [name, verdict, rate, loss, meter, queue] = button.children;
     setAttributes(button, {
       "data-verdict": link.verdict,
       "aria-pressed": String(this.isMarked("link", link.key)),
@@ -79,8 +80,9 @@ export class LinkLayer {
     // A plan has no verdict; its links are more or less full.
     setText(verdict, link.planned ? format.percent(geometry.shareInUse(link)) : link.verdict);
     setText(rate, format.rateOf(link.rate_bps, link.capacity_bps));
+    setText(loss, link.lost_segments > 0 ? `${format.short(link.lost_segments)} resent` : "");
     setText(queue, queueWords(link));
-    setVariable(button, "--share", geometry.shareInUse(link).toFixed(3));
+    setVariable(meter, "--share", geometry.shareInUse(link).toFixed(3));
   }
 
   drawLine(group, link) {
@@ -131,12 +133,7 @@ function createLine() {
 
 function queueWords(link) {
   if (link.planned) return "planned";
-  const oldest = link.waited_s > 0 ? format.duration(link.waited_s) : "";
-  const parts = [
-    link.backlog_bytes > 0
-      ? `${format.bytes(link.backlog_bytes)} queued ${oldest}`.trim()
-      : "no queue",
-  ];
-  if (link.lost_segments > 0) parts.push(`${format.short(link.lost_segments)} resent`);
-  return parts.join(" · ");
+  if (link.backlog_bytes === 0) return "no queue";
+  const oldest = link.waited_s > 0 ? ` for ${format.duration(link.waited_s)}` : "";
+  return `${format.bytes(link.backlog_bytes)} queued${oldest}`;
 }

@@ -70,7 +70,7 @@ export class NodeGrid {
       return; // most nodes do not change from scene to scene
     }
     button.drawn = { node, marked, shownName };
-    const [role, name, load] = button.children;
+    const [role, name, load, loadMeter, memoryMeter] = button.children;
     const description = words.nodeDescription(node, this.cluster);
     setAttributes(button, {
       "data-name": node.name,
@@ -84,10 +84,11 @@ export class NodeGrid {
     setText(role, node.status === "lost" ? "×" : (LETTERS[node.role] ?? "·"));
     setText(name, shownName);
     setText(load, loadWords(node));
-    setVariable(button, "--load", geometry.loadOf(node).toFixed(3));
+    // On the meters, not on the button: its other children would inherit, and be styled again.
+    setVariable(loadMeter, "--load", geometry.loadOf(node).toFixed(3));
     const share = (bytes) => Math.min(1, bytes / (node.capacity_bytes || 1)).toFixed(3);
-    setVariable(button, "--memory", share(node.used_bytes));
-    setVariable(button, "--evictable", share(node.used_bytes + node.evictable_bytes));
+    setVariable(memoryMeter, "--memory", share(node.used_bytes));
+    setVariable(memoryMeter, "--evictable", share(node.used_bytes + node.evictable_bytes));
   }
 
   setTabStop(button) {

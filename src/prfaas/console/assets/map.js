@@ -45,6 +45,12 @@ export class SceneMap {
     this.drawColumn(this.left, "left", columns.left, scene, isMarked);
     this.drawColumn(this.right, "right", columns.right, scene, isMarked);
     this.dropBoxes(scene);
+    const nodes = [...scene.clusters.values()].flatMap((cluster) => [...cluster.nodes.values()]);
+    setAttribute(
+      this.element,
+      "data-memory",
+      nodes.some((node) => node.capacity_bytes > 0),
+    );
     setAttribute(this.canvas, "data-alone", columns.left.length === 0);
     if (this.links.draw(scene.links, isMarked)) this.placeLinks();
   }
@@ -136,7 +142,12 @@ function homeWords(home) {
 
 function legend() {
   const entry = (kind, text, letter = "") =>
-    html("li", {}, html("span", { class: `key key-${kind}`, "aria-hidden": "true" }, letter), text);
+    html(
+      "li",
+      { class: `entry-${kind}` },
+      html("span", { class: `key key-${kind}`, "aria-hidden": "true" }, letter),
+      text,
+    );
   return html(
     "ul",
     { class: "map-legend", "aria-label": "Legend" },

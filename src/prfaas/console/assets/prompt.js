@@ -177,7 +177,8 @@ export class PromptBox {
     const id = response.headers.get("X-Request-Id");
     let explained = false;
     for await (const { event, data } of eventsOf(response)) {
-      if (event === "message" && data !== "[DONE]") {
+      if (data === "[DONE]") break;
+      if (event === "message") {
         const chunk = JSON.parse(data);
         if (chunk.error) throw new Error(chunk.error.message ?? "The request failed.");
         // Appended as text: what a model writes is never markup.
@@ -205,7 +206,7 @@ export class PromptBox {
         "button",
         {
           type: "button",
-          class: "plain",
+          class: "plain more",
           on: { click: () => this.onSelect({ about: "request", id }) },
         },
         "All details",
@@ -216,8 +217,10 @@ export class PromptBox {
     this.drawExplanation(loaded.explanation, loaded.request?.prompt_tokens ?? null);
   }
 
+  /** `promptTokens` is null before the gateway has read the prompt; then nothing says the route. */
   drawExplanation(explanation, promptTokens) {
-    replaceChildren(this.explanation, explanationView(explanation, promptTokens));
+    const view = explanationView(explanation, promptTokens, promptTokens === null);
+    replaceChildren(this.explanation, view);
     this.show(this.explanation, true);
   }
 }
@@ -225,9 +228,14 @@ export class PromptBox {
 async function* eventsOf(response) {
   const parser = new EventParser();
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  for (;;) {
-    const { done, value } = await reader.read();
-    if (done) return;
-    yield* parser.push(value);
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      yield* parser.push(value);
+    }
+  } finally {
+    // The reader may have left before the end; the connection is of no more use then.
+    reader.cancel().catch(() => {});
   }
 }
