@@ -20,7 +20,7 @@ Prints a table on stderr and JSON on stdout:
   cases     per number of watchers, medians in ms of CPU time per second: `scenes` (making scenes,
             comparing and encoding them), `streams` (sending them), `explanations` (of routes,
             recorded while a console is open), their sum `console` for one message per second,
-            and `gateway`, the whole process; messages and bytes per second that one watcher has received
+            and `gateway`, the whole process; messages and bytes per second of one watcher
   worst     ms of CPU to compare two scenes and to encode the message; the bytes of the message
   page      the bytes of the page with all its modules
   verdict   whether all watchers cost less than --goal ms of CPU per second; exit code 1 otherwise
