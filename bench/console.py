@@ -447,7 +447,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
             f"{row['messages_per_s']:.2f}",
             f"{row['bytes_per_s'] / 1e3:.1f}",
         )
-    Console(stderr=True).print(table)
+    Console(stderr=True, width=120).print(table)
 
 
 @click.command(help=__doc__)
