@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 from aiohttp import web
-from prfaas.console.page import asset, live_page
 
+from prfaas.console.page import asset, live_page
 from prfaas.console.scene import (
     ClusterScene,
     EventScene,
