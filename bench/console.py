@@ -1,21 +1,27 @@
 """What open consoles cost the gateway.
 
 \b
-    prfaas bench console [--nodes 200] [--watchers 10] [--rate 20] [--rounds 5]
+    prfaas bench console [--nodes 200] [--watchers 10] [--rate 5] [--rounds 5]
 
 A real gateway with `--console` serves stand-in nodes (`bench/_null_node.py`, all in one process)
 under a steady load. Each of --watchers clients reads the console's stream, as an open page does.
-The benchmark measures the CPU time of the gateway's process without a watcher, with one and with
-all of them, in turn, and repeats that --rounds times. The load and the polls of the nodes cost the
-same in each, so the difference is the cost of the consoles. One watcher and many of them cost about
-the same, because the gateway makes and encodes each message once.
+The benchmark measures without a watcher, with one and with all of them, in turn, and repeats that
+--rounds times. The gateway counts the CPU time that its console takes
+(`bench/_console_gateway.py`): its other work varies by more than that from one measurement to the
+next. One watcher and many of them cost about the same, because the gateway makes and encodes each
+message once.
+
+Stand-in nodes change little. So the worst case is measured beside that, in this process and without
+sockets: every node and every link changes each second, and 100 requests end.
 
 Prints a table on stderr and JSON on stdout:
 
 \b
-  cases     per number of watchers: median CPU time of the gateway in ms per second; `added`, the
-            median of the differences from the measurement without a watcher of the same round, and
-            their quartiles; messages and bytes per second that one watcher has received
+  cases     per number of watchers, medians in ms of CPU time per second: `scenes` (making scenes,
+            comparing and encoding them), `streams` (sending them), `explanations` (of routes,
+            recorded while a console is open), their sum `console` for one message per second,
+            and `gateway`, the whole process; messages and bytes per second of one watcher
+  worst     ms of CPU to compare two scenes and to encode the message; the bytes of the message
   page      the bytes of the page with all its modules
   verdict   whether all watchers cost less than --goal ms of CPU per second; exit code 1 otherwise
 """
@@ -42,19 +48,30 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 import numpy as np
 import uvloop
 from rich.console import Console
 from rich.table import Table
 
+from prfaas.console.scene import (
+    ClusterScene,
+    HomeScene,
+    LinkScene,
+    NodeScene,
+    RequestScene,
+    Scene,
+)
 from prfaas.display.console import print_json, run_benchmark
 from prfaas.errors import InputError
+from prfaas.gateway.console.deltas import delta
 
 HERE = Path(__file__).parent
 MODEL = "case-study-1t"
 START_S = 120.0
 SETTLE_S = 2.0  # after a change of the number of watchers
 PROMPT_TOKENS = (150, 600)  # below and above the threshold
+PARTS = ("scenes", "streams", "explanations")  # of the console's CPU time
 TOKENS, EVENT_S = 8, 0.25  # of an answer: it takes two seconds
 
 DEPLOYMENT = """
@@ -96,6 +113,9 @@ rtt_ms = 0
 [gateway]
 port = 0
 advise = true
+[gateway.timeouts] # rarer than by default: polls of so many nodes take most of a core
+node_poll_s = 5
+kvd_poll_s = 5
 """
 
 
@@ -106,13 +126,19 @@ advise = true
 class Gateway:
     pid: int
     url: str
+    totals: Path  # which `_console_gateway.py` writes
 
     @property
     def port(self) -> int:
         return int(self.url.rpartition(":")[2])
 
+    def spent_s(self) -> dict[str, float]:
+        """CPU seconds so far of each part of the console, and of the whole process."""
+        spent: dict[str, float] = json.loads(self.totals.read_text())
+        return {**{part: spent.get(part, 0.0) for part in PARTS}, "gateway": self.cpu_s()}
+
     def cpu_s(self) -> float:
-        """Of all its threads, in nanoseconds resolution where the kernel counts them."""
+        """Of all its threads, in nanoseconds where the kernel counts them."""
         threads = list(Path(f"/proc/{self.pid}/task").iterdir())
         try:
             return sum(int((one / "schedstat").read_text().split()[0]) for one in threads) / 1e9
@@ -176,11 +202,14 @@ def started_gateway(folder: Path, nodes: int) -> Iterator[Gateway]:
     words = [word for port, name in zip(ports, names, strict=True) for word in (str(port), name)]
     pace = ["--tokens", str(TOKENS), "--event-s", str(EVENT_S)]
     stand_ins = [sys.executable, str(HERE / "_null_node.py"), *pace, *words]
-    command = [sys.executable, "-m", "prfaas", "gateway", str(file), "--console"]
+    totals = folder / "totals.json"
+    script = [sys.executable, str(HERE / "_console_gateway.py"), str(totals)]
+    command = [*script, "gateway", str(file), "--console"]
     with process(stand_ins, folder / "nodes.log"):
         wait_for_line(folder / "nodes.log", r"(ready)")
         with process(command, log) as running:
-            gateway = Gateway(running.pid, wait_for_line(log, r'"http":\s*"(http://[^"]+)"'))
+            url = wait_for_line(log, r'"http":\s*"(http://[^"]+)"')
+            gateway = Gateway(running.pid, url, totals)
             until_s = time.monotonic() + START_S
             while time.monotonic() < until_s:
                 clusters = json.loads(gateway.get("/prfaas/v1/state"))["clusters"]
@@ -277,8 +306,10 @@ async def watched(port: int, count: int) -> AsyncIterator[list[Watcher]]:
     try:
         yield watchers
         for task, watcher in zip(tasks, watchers, strict=True):
-            if task.done() or b" 200 " not in watcher.status + b" ":
-                raise InputError(f"a stream has ended: {watcher.status.decode()!r}")
+            if task.done():
+                raise InputError(f"a stream has ended: {watcher.status!r}, {task.exception()!r}")
+            if b" 200 " not in watcher.status + b" ":
+                raise InputError(f"a stream has not begun: {watcher.status!r}")
     finally:
         for task in tasks:
             task.cancel()
@@ -290,7 +321,7 @@ async def watched(port: int, count: int) -> AsyncIterator[list[Watcher]]:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    cpu_ms_per_s: float
+    ms_per_s: dict[str, float]  # CPU time of each part of the console, and of the whole gateway
     messages_per_s: float  # of one watcher
     bytes_per_s: float
 
@@ -299,16 +330,17 @@ async def measure(gateway: Gateway, watchers: int, seconds: float) -> Measured:
     async with watched(gateway.port, watchers) as open_consoles:
         await asyncio.sleep(SETTLE_S)
         before = [(one.messages, one.nbytes) for one in open_consoles]
-        cpu_s, began_s = gateway.cpu_s(), time.monotonic()
+        spent_s, began_s = gateway.spent_s(), time.monotonic()
         await asyncio.sleep(seconds)
-        cpu_s, took_s = gateway.cpu_s() - cpu_s, time.monotonic() - began_s
+        after_s, took_s = gateway.spent_s(), time.monotonic() - began_s
         after = [(one.messages, one.nbytes) for one in open_consoles]
     received = [(a[0] - b[0], a[1] - b[1]) for a, b in zip(after, before, strict=True)]
-    if watchers and min(messages for messages, _ in received) < seconds / 2:
-        raise InputError(f"a console received {received} in {took_s:.1f} s")
+    if watchers and min(messages for messages, _ in received) < 2:
+        raise InputError(f"a console received {received} in {took_s:.1f} s; the machine is busy")
+    ms_per_s = {part: (after_s[part] - spent_s[part]) / took_s * 1e3 for part in after_s}
     messages = statistics.fmean(one[0] for one in received) if received else 0.0
     nbytes = statistics.fmean(one[1] for one in received) if received else 0.0
-    return Measured(cpu_s / took_s * 1e3, messages / took_s, nbytes / took_s)
+    return Measured(ms_per_s, messages / took_s, nbytes / took_s)
 
 
 async def measure_all(
@@ -331,22 +363,71 @@ async def measure_all(
     return found
 
 
+def rate_of(measured: Measured) -> float:
+    """Messages per second. On a busy machine they are fewer than one, and cost less together."""
+    return min(1.0, measured.messages_per_s) or 1.0
+
+
 def summarise(found: dict[int, list[Measured]]) -> list[dict[str, Any]]:
-    idle = [one.cpu_ms_per_s for one in found[0]]
     rows = []
     for count, measured in found.items():
-        added = [one.cpu_ms_per_s - none for one, none in zip(measured, idle, strict=True)]
+        parts = {
+            part: round(statistics.median(one.ms_per_s[part] for one in measured), 2)
+            for part in (*PARTS, "gateway")
+        }
+        console = [sum(one.ms_per_s[part] for part in PARTS) / rate_of(one) for one in measured]
         rows.append(
             {
                 "watchers": count,
-                "cpu_ms_per_s": round(statistics.median(m.cpu_ms_per_s for m in measured), 2),
-                "added_ms_per_s": round(statistics.median(added), 2),
-                "added_quartiles": [round(float(q), 2) for q in np.quantile(added, (0.25, 0.75))],
+                "console": round(statistics.median(console), 2),
+                "largest": round(max(console), 2),
+                **parts,
                 "messages_per_s": round(statistics.median(m.messages_per_s for m in measured), 2),
                 "bytes_per_s": round(statistics.median(m.bytes_per_s for m in measured)),
             }
         )
     return rows
+
+
+def worst_case(nodes: int, repeats: int = 200) -> dict[str, float]:
+    """Every node and every link changes, and 100 requests end."""
+    rng = np.random.default_rng(2)
+    scenes = [made_scene(nodes, number, rng) for number in range(8)]
+    requests = [
+        RequestScene(f"req-{n:024}", 1.7e9, "pd", "remote", "completed", "least cost now")
+        for n in range(100)
+    ]
+    times_s, nbytes = [], 0
+    for before, after in itertools.islice(itertools.pairwise(itertools.cycle(scenes)), repeats):
+        began_s = time.process_time()
+        change = delta(before, after)
+        assert change is not None
+        nbytes = len(msgspec.json.encode(msgspec.structs.replace(change, requests=requests)))
+        times_s.append(time.process_time() - began_s)
+    return {"ms": round(statistics.median(times_s) * 1e3, 2), "bytes": nbytes}
+
+
+def made_scene(nodes: int, number: int, rng: np.random.Generator) -> Scene:
+    def node(name: str) -> NodeScene:
+        active, memory = int(rng.integers(48)), int(rng.integers(1 << 34))
+        return NodeScene(
+            *(f"http://{name}:9000", name, "decode"),
+            active=active,
+            slots=48,
+            wait_s=round(float(rng.random()), 3),
+            used_bytes=memory,
+            evictable_bytes=memory // 2,
+            capacity_bytes=1 << 36,
+        )
+
+    halves = {"pd": nodes // 2, "prfaas": nodes - nodes // 2}
+    clusters = tuple(
+        ClusterScene(name, "pd", tuple(node(f"{name}-{n}") for n in range(count)))
+        for name, count in halves.items()
+    )
+    link = LinkScene("prfaas", "pd", capacity_bps=1e11, rate_bps=float(rng.random() * 1e11))
+    home = HomeScene("pd", has_plan=True, local=number, remote=number)
+    return Scene(1.7e9 + number, MODEL, "adaptive", clusters, (link,), (home,))
 
 
 def page_bytes(gateway: Gateway) -> int:
@@ -357,24 +438,22 @@ def page_bytes(gateway: Gateway) -> int:
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
-    table = Table("open consoles", "CPU (ms/s)", "added (ms/s)", "quartiles", "messages/s", "kB/s")
+    shown = ("console", "largest", *PARTS, "gateway")
+    table = Table("open consoles", *shown, "messages/s", "kB/s", title="CPU time in ms/s")
     for row in rows:
-        low, high = row["added_quartiles"]
         table.add_row(
             str(row["watchers"]),
-            f"{row['cpu_ms_per_s']:.1f}",
-            f"{row['added_ms_per_s']:.1f}" if row["watchers"] else "-",
-            f"{low:.1f} to {high:.1f}" if row["watchers"] else "-",
+            *(f"{row[part]:.1f}" for part in shown),
             f"{row['messages_per_s']:.2f}",
             f"{row['bytes_per_s'] / 1e3:.1f}",
         )
-    Console(stderr=True).print(table)
+    Console(stderr=True, width=120).print(table)
 
 
 @click.command(help=__doc__)
 @click.option("--nodes", default=200, show_default=True, help="Stand-in nodes.")
 @click.option("--watchers", default=10, show_default=True, help="Open consoles.")
-@click.option("--rate", default=20.0, show_default=True, help="Requests per second.")
+@click.option("--rate", default=5.0, show_default=True, help="Requests per second.")
 @click.option("--seconds", default=10.0, show_default=True, help="Seconds of each measurement.")
 @click.option("--rounds", default=5, show_default=True, help="Measurements of each case.")
 @click.option("--goal", default=10.0, show_default=True, help="Allowed ms of CPU per second.")
@@ -387,7 +466,7 @@ def main(nodes: int, watchers: int, rate: float, seconds: float, rounds: int, go
                 found = runner.run(measure_all(gateway, cases, rounds, seconds, rate))
     rows = summarise(found)
     show(rows)
-    added = rows[-1]["added_ms_per_s"]
+    cost = rows[-1]["console"]
     print_json(
         {
             "nodes": nodes,
@@ -395,12 +474,13 @@ def main(nodes: int, watchers: int, rate: float, seconds: float, rounds: int, go
             "rounds": rounds,
             "seconds": seconds,
             "cases": rows,
+            "worst": worst_case(nodes),
             "page_bytes": page,
-            "verdict": {"goal_ms_per_s": goal, "added_ms_per_s": added, "met": added < goal},
+            "verdict": {"goal_ms_per_s": goal, "console_ms_per_s": cost, "met": cost < goal},
             "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         }
     )
-    sys.exit(0 if added < goal else 1)
+    sys.exit(0 if cost < goal else 1)
 
 
 if __name__ == "__main__":

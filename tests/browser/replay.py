@@ -11,13 +11,13 @@ import itertools
 import random
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, NamedTuple
 
 import msgspec
 from aiohttp import web
-from prfaas.console.page import asset, live_page
 
+from prfaas.console.page import asset, live_page
 from prfaas.console.scene import (
     ClusterScene,
     EventScene,
@@ -242,11 +242,12 @@ class Replay:
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        for message in self._messages:
-            await response.write(message)
-            await asyncio.sleep(self._every_s)
-        await asyncio.Event().wait()
+        with suppress(ConnectionError):  # the page was left
+            await response.prepare(request)
+            for message in self._messages:
+                await response.write(message)
+                await asyncio.sleep(self._every_s)
+            await asyncio.Event().wait()
         return response
 
     async def _request(self, request: web.Request) -> web.Response:

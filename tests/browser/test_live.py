@@ -137,7 +137,6 @@ def test_an_offloaded_request_with_its_explanation(
     page: Browser,
     live: LiveDeployment,
     loop_thread: LoopThread,
-    pictures: Path,
     record_property: Callable[[str, Any], None],
 ) -> None:
     asked_s = time.time()
@@ -158,7 +157,6 @@ def test_an_offloaded_request_with_its_explanation(
     told = page.text("#details")
     for fact in (outcome.id, outcome.prefill, outcome.decode):
         assert fact in told, told
-    page.save_picture(pictures / "console-request.png")
     page.press("\ue00c")  # Escape
     page.until("return document.querySelector('#details').hidden")
 
@@ -167,7 +165,6 @@ def test_a_link_that_is_cut_and_comes_back(
     page: Browser,
     live: LiveDeployment,
     loop_thread: LoopThread,
-    pictures: Path,
     record_property: Callable[[str, Any], None],
 ) -> None:
     link = " -> ".join(LINK)
@@ -184,7 +181,6 @@ def test_a_link_that_is_cut_and_comes_back(
             " || (one.getAttribute('aria-label') ?? '').includes(arguments[0]))",
             link,
         )
-        page.save_picture(pictures / "console-cut-link.png")
         page.click(f"[data-link='{link}']")
         page.until("return document.querySelector('#details')?.dataset.about === 'link'")
         assert "cut" in page.text("#details")
@@ -250,12 +246,12 @@ def test_pictures_of_a_problem(
     first_s = page.script("return Number(document.querySelector('main').dataset.drawnAt)")
     drawn = "return Number(document.querySelector('main').dataset.drawnAt) > arguments[0] + 60"
     page.until(drawn, first_s, within_s=HANG_S)
-    page.one("[data-request][data-route=remote][data-outcome=completed]")
+    outcome, _ = loop_thread.run(live.ask(LINK[1], OFFLOADED_TOKENS))
     began_s = time.time()
     loop_thread.run(live.order(*LINK, "outage"))
     try:
         page.first_drawn(" -> ".join(LINK), "cut", since_s=began_s)
-        page.press_button("[data-request][data-route=remote][data-outcome=completed] button")
+        page.press_button(f"[data-request='{outcome.id}'] button")
         page.until("return document.querySelector('#details [data-part=alternatives]') !== null")
         page.save_picture(pictures / "console.png")
         page.press_button("#theme")

@@ -129,8 +129,10 @@ def test_frames_per_second_with_many_nodes(
         "load_average": os.getloadavg()[0],
     }
     record_property("frames", report)
-    # A machine that is too busy for an empty page says nothing about this one.
-    assert per_s > min(LEAST_FRAMES_PER_S, 0.7 * possible_per_s), report
+    # Without a GPU, Chromium draws on the cores that other work takes as well. On a busy machine
+    # the CPU time of the page itself is judged instead.
+    is_busy = os.getloadavg()[0] > 2 * (os.cpu_count() or 1)
+    assert per_s > LEAST_FRAMES_PER_S or (is_busy and busy["TaskDuration"] < 0.5), report
 
 
 @pytest.mark.parametrize("nodes", [5, 20, 60])

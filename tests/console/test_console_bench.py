@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import os
-
 from tests.benches import bench
 
 console = bench("console")
 
 
-def test_the_cost_is_the_difference_from_the_same_round() -> None:
-    """The machine is slower in the second round, with and without watchers."""
-    found = {
-        0: [console.Measured(cpu, 0.0, 0.0) for cpu in (100.0, 150.0, 101.0)],
-        10: [console.Measured(cpu, 1.0, 5e3) for cpu in (106.0, 157.0, 106.0)],
-    }
+def measured(scenes: float, gateway: float) -> object:
+    parts = {"scenes": scenes, "streams": 2.0, "explanations": 1.0, "gateway": gateway}
+    return console.Measured(parts, 1.0, 5e3)
+
+
+def test_the_cost_of_the_console_is_the_sum_of_its_parts() -> None:
+    """And not of the gateway's other work, which varies more."""
+    found = {0: [measured(0.0, 500.0)], 10: [measured(ms, 600.0) for ms in (1.0, 2.0, 30.0)]}
     without, with_all = console.summarise(found)
-    assert (without["watchers"], without["cpu_ms_per_s"], without["added_ms_per_s"]) == (0, 101, 0)
-    assert (with_all["watchers"], with_all["added_ms_per_s"]) == (10, 6)
-    assert with_all["added_quartiles"] == [5.5, 6.5]
+    assert (without["watchers"], without["console"]) == (0, 3.0)
+    assert (with_all["watchers"], with_all["console"], with_all["largest"]) == (10, 5.0, 33.0)
+    assert (with_all["scenes"], with_all["gateway"]) == (2.0, 600.0)
     assert (with_all["messages_per_s"], with_all["bytes_per_s"]) == (1, 5000)
 
 
-def test_a_process_has_used_cpu_time() -> None:
-    assert console.Gateway(os.getpid(), "http://127.0.0.1:1").cpu_s() > 0
+def test_the_worst_case_compares_and_encodes_every_node() -> None:
+    found = console.worst_case(20, repeats=3)
+    assert found["bytes"] > 20 * 100 and found["ms"] >= 0
