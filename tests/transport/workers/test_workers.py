@@ -239,7 +239,7 @@ def test_a_worker_that_is_killed_costs_its_connections_only(tls: TlsIdentity, vi
 def test_a_worker_that_is_stopped_is_killed_and_replaced(tls: TlsIdentity) -> None:
     with ExitStack() as stack:
         owner = stack.enter_context(closing(FileOwner()))
-        receivers = stack.enter_context(WorkerPool(1, credentials=tls.contents, answer_s=1.0))
+        receivers = stack.enter_context(WorkerPool(1, credentials=tls.contents, answer_s=3.0))
         listener = stack.enter_context(Listener(tls=tls.server, workers=receivers))
         link, relay = stack.enter_context(slowly(listener, receivers, tls))
         transfer = send_files(link, expect(listener, CONTENTS, owner), CONTENTS, stack)
@@ -248,7 +248,7 @@ def test_a_worker_that_is_stopped_is_killed_and_replaced(tls: TlsIdentity) -> No
         relay.change(Conditions())
         transfer.done.result(PATIENCE_S)
         assert owner.contents == CONTENTS
-        assert pid not in receivers.pids
+        wait_until(lambda: pid not in receivers.pids)
 
 
 def stop_worker(pool: WorkerPool) -> int:
