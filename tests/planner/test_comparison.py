@@ -79,6 +79,7 @@ def test_queueing_is_in_the_exact_ttft() -> None:
         assert order == sorted(order)
 
 
+@pytest.mark.slow
 def test_capacity_under_a_ttft_goal() -> None:
     subject = dataclasses.replace(case_study(), goal=LatencyGoal(6.0, 0.9))
     plan = compare(subject, "exact")

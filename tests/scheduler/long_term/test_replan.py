@@ -29,7 +29,9 @@ def prompts(mu: float, *, output_tokens: float = 1024, cached_tokens: int = 0) -
 SHORT, LONG = prompts(8.6), prompts(10.8)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.grid) for seed in (1, 2))]
+)
 def test_short_to_long_and_back_reaches_each_phases_optimum_without_oscillation(seed: int) -> None:
     loop = Loop(CASE_STUDY, seed=seed)
     for phase in (SHORT, LONG, SHORT):
@@ -131,6 +133,7 @@ def test_a_lost_node_keeps_its_role_but_does_not_count() -> None:
     assert loop.plan.problem.local.pool.instances == len(loop.nodes) - 1
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(
     mu=st.floats(8.0, 11.0),
