@@ -25,6 +25,7 @@ Errors of one package are defined in the module that raises them:
     prfaas.gateway.api.response_stream._Stalled        the client stopped reading its response
     prfaas.gateway.body_workers.process.WorkerLost     the process that read a body ended
     prfaas.gateway.body_workers.process._NotSent       a body worker had ended before its job
+    prfaas.gateway.console.sessions.TooManyFailures    too many logins to the console have failed
     prfaas.gateway.dispatch.handoff.AttemptFailed      an attempt failed before the first token
     prfaas.gateway.dispatch.handoff.DecodeNodeFull     the decode node has no memory for it now
     prfaas.gateway.fleet.liveness.FellSilent           a node that a call waits for is silent

@@ -20,6 +20,8 @@ SHOWN = {
     "cli/profile.py",  # when a profile was measured
     "faults/wall/sitecustomize.py",  # sets it
     "gateway/api/app.py",  # `created` of a model
+    "gateway/console/feed.py",  # the time of a scene
+    "gateway/console/recent.py",  # the time of a request's arrival
     # The lowest version of an operator's order, which stays the newest when the clock jumps.
     "gateway/peers/drains.py",
     "node/kv_events/publisher.py",  # the timestamp of vLLM's events
