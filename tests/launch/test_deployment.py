@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from prfaas.config import load_deployment
 from prfaas.engine.emulated.pace import Scales
@@ -15,6 +16,7 @@ from prfaas.launch.preparation import LaunchOptions, prepare_launch
 CASE_STUDY = Path(__file__).parents[2] / "configs" / "case_study.toml"
 
 
+@pytest.mark.slow
 async def test_a_second_deployment_decides_anew_about_roles(tmp_path: Path) -> None:
     whole = load_deployment(CASE_STUDY)
     (near,) = whole.of_kind("pd")

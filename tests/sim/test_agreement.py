@@ -65,10 +65,8 @@ def test_ttft_at_low_load(name: str) -> None:
     assert np.quantile(ttft_s, 0.9) == pytest.approx(prediction.ttft.p90_s, rel=0.02)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["prfaas_pd", *(pytest.param(name, marks=pytest.mark.slow) for name in DEPLOYMENTS[1:])],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DEPLOYMENTS)
 def test_mean_wait_at_high_load(name: str) -> None:
     """A wait's mean converges slowly: neighbours wait together. Hence so many requests."""
     solution, prediction = planned(name, 0.8)
