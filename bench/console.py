@@ -65,6 +65,7 @@ from prfaas.console.scene import (
 from prfaas.display.console import print_json, run_benchmark
 from prfaas.errors import InputError
 from prfaas.gateway.console.deltas import delta
+from silent_nodes import DEPLOYMENT as TWO_CLUSTERS
 
 HERE = Path(__file__).parent
 MODEL = "case-study-1t"
@@ -74,46 +75,9 @@ PROMPT_TOKENS = (150, 600)  # below and above the threshold
 PARTS = ("scenes", "streams", "explanations")  # of the console's CPU time
 TOKENS, EVENT_S = 8, 0.25  # of an answer: it takes two seconds
 
-DEPLOYMENT = """
-[model]
-name = "{model}"
-[workload]
-kind = "lognormal"
-mu = 7.0
-sigma = 1.00
-min_tokens = 128
-max_tokens = 131072
-output_tokens = 64
-[slo]
-output_tokens_per_s = 40
-[scheduler]
-policy = "paper"
-threshold_tokens = 200
-[[clusters]]
-name = "prfaas"
-kind = "prfaas"
-accelerator = "h200"
-gpus = {remote_gpus}
-gpus_per_instance = 8
-nodes = [{remote}]
-[[clusters]]
-name = "pd"
-kind = "pd"
-accelerator = "h20"
-gpus = {local_gpus}
-gpus_per_instance = 8
-prefill = {prefill}
-decode = {decode}
-nodes = [{local}]
-[[links]]
-from = "prfaas"
-to = "pd"
-gbps = 100
-rtt_ms = 0
-[gateway]
-port = 0
-advise = true
-[gateway.timeouts] # rarer than by default: polls of so many nodes take most of a core
+# Rarer than by default: polls of so many nodes take most of a core.
+DEPLOYMENT = f"""{TWO_CLUSTERS}
+[gateway.timeouts]
 node_poll_s = 5
 kvd_poll_s = 5
 """

@@ -141,7 +141,7 @@ class InFlightLimit:
         self._most = self._limit = most
         self._adapted_s = -math.inf
 
-    def bytes(self, delivery: Delivery, in_flight_bytes: int, now: float) -> int:
+    def limit_bytes(self, delivery: Delivery, in_flight_bytes: int, now: float) -> int:
         """The limit stays while the rate is not known and bytes are in flight: nothing arrives, and
         more bytes would only wait as well."""
         if now - self._adapted_s < _RATE_EVERY_S:

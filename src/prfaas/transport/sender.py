@@ -240,7 +240,7 @@ class SenderTransfers:
         if transfer is None:
             return None
         state = self._state
-        limit = self._in_flight_limit.bytes(state.delivery, state.in_flight_bytes, now)
+        limit = self._in_flight_limit.limit_bytes(state.delivery, state.in_flight_bytes, now)
         if state.in_flight_bytes and state.in_flight_bytes >= limit:
             return NoWork(self._probe_s)  # an acknowledgement wakes the connection earlier
         if self._rate_bps is not None and now < self._may_send_s:
