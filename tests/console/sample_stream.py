@@ -19,6 +19,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from prfaas.console.page import asset, live_page
+from prfaas.scheduler.adaptive import LEAST_COST
 
 Json = dict[str, Any]
 HISTORY_S = 300
@@ -111,7 +112,7 @@ class SampleDeployment:
             "home": home,
             "route": "remote" if remote else "local",
             "outcome": "completed" if chosen.random() > 0.02 else "failed",
-            "reason": "least cost now",
+            "reason": LEAST_COST,
             "prefill": f"{source}-0",
             "decode": f"{home}-{self._sizes[home] - 1}",
             "prompt_tokens": prompt,

@@ -277,18 +277,9 @@ def _plan_steps(plans: Sequence[Plan], factors: Sequence[float]) -> dict[str, An
         "planned_threshold_tokens": steps(lambda plan: plan.threshold_tokens),
         "threshold_tokens": _steps(round(plan.threshold_tokens * by) for plan, by in in_force),
         "planned_rps": steps(lambda plan: round(plan.capacity_rps, 4)),
-        "planned_share": steps(lambda plan: round(_planned_share(plan), 4)),
+        "planned_share": steps(lambda plan: round(plan.offloaded_share, 4)),
         "plan_reason": steps(lambda plan: plan.reason),
     }
-
-
-def _planned_share(plan: Plan) -> float:
-    """The share of the requests that the plan offloads."""
-    if not plan.problem.remotes:
-        return 0.0
-    workload = plan.problem.workload
-    _, long = workload.divided(plan.threshold_tokens)
-    return float(workload.weight[long].sum() / workload.weight.sum())
 
 
 # The sample of requests ---------------------------------------------------------------------------
@@ -359,7 +350,11 @@ def _alternatives(
     if found is None:
         return None
     return [
-        [numbers[option.node], option.cached_tokens, *_rounded(option.forecast, 3)]
+        [
+            numbers[option.node],
+            option.cached_tokens,
+            *_rounded((option.cost_s, *option.forecast), 3),
+        ]
         for option in found.alternatives
     ]
 
@@ -375,6 +370,9 @@ def _steps(values: Iterable[Any]) -> list[list[Any]]:
     return found
 
 
-def _rounded(values: Iterable[float], digits: int) -> list[float | None]:
+def _rounded(values: Iterable[float | None], digits: int) -> list[float | None]:
     """JSON has no NaN: what did not happen is null."""
-    return [round(value, digits) if np.isfinite(value) else None for value in values]
+    return [
+        None if value is None or not np.isfinite(value) else round(value, digits)
+        for value in values
+    ]

@@ -110,7 +110,7 @@ class GatewayBackend:
         prompt = PromptHashes(request.token_ids.array, salt=request.salt, adapter=request.adapter)
         routed = routed_request(request, 0, self._clock.now())
         home = self._homes.of(request, prompt, take=False)
-        return self.scenes.describe(self.router.explain(routed, prompt, home))
+        return self._status.describe_route(self.router.explain(routed, prompt, home))
 
     def unready_reason(self) -> str:
         return self._status.unready_reason()

@@ -10,6 +10,7 @@ import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from prfaas.clock import Clock
+from prfaas.contracts.forms import choose_compat
 from prfaas.contracts.kvd_api import PoolReport
 from prfaas.gateway.dispatch.attempts import RetryBudget
 from prfaas.gateway.fleet.fleet import Fleet
@@ -24,7 +25,7 @@ from prfaas.scheduler.plan import Plan
 from prfaas.scheduler.state import LinkState
 from prfaas.scheduler.view import LinkId, LinkView, View
 from prfaas.scheduler.waiting import Hold
-from prfaas.types import ClusterId, NodeId
+from prfaas.types import ClusterId, Form, NodeId
 
 UNPLANNED = "no node of the PD cluster has answered yet"
 
@@ -109,6 +110,18 @@ class GatewayStatus:
         if len(found) == 1:
             return found[self._fleet.homes[0]]
         return {"made": bool(plans), "homes": found}
+
+    def describe_route(self, explanation: Explanation | None) -> dict[str, Any]:
+        """The explanation of a route as JSON; None: no plan serves the request."""
+        return explanation_json(explanation, self._form_between)
+
+    def _form_between(self, prefill: NodeId, decode: NodeId) -> Form | None:
+        """None: the nodes cannot hand over, or no hand-off is needed."""
+        one, other = self._fleet.members.named(prefill), self._fleet.members.named(decode)
+        if one is None or other is None or one is other:
+            return None
+        compat = choose_compat(one.compats, other.compats)
+        return None if compat is None else compat.form
 
     def _view(self, home: ClusterId) -> View:
         return self._fleet.board.view(self._clock.now(), {}, {}, home)
@@ -362,6 +375,7 @@ def explanation_json(
                 # To the decode node of the chosen route; another set has other decode nodes.
                 "form": None if decode is None else form_between(option.node, decode),
                 "ttft_s": option.forecast.ttft_s,
+                "cost_s": option.cost_s,
                 **option.forecast._asdict(),
             }
             for option in found.alternatives

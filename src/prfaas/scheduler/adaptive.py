@@ -37,6 +37,7 @@ from prfaas.scheduler.view import ClusterView, View
 from prfaas.scheduler.waiting import Hold
 from prfaas.types import ClusterId
 
+LEAST_COST = "least sum of its own time and the delay of later requests"
 REMAINDER = "short remainder: soonest where the rest is cached, on a decode node"
 
 
@@ -49,12 +50,11 @@ def choose_cheapest(
         return (None, "no node prefills") if remainder is None else (remainder, REMAINDER)
     best, reason = options[0], "the only way"
     if len(options) > 1:
-        best, reason = _cheapest(request, view, plan, state, options), "least cost now"
+        best, reason = _cheapest(request, view, plan, state, options), LEAST_COST
     # The decodes beside a remainder pay for it, within their limit. No prefill node does: so it has
     # no price, and the request's own time decides, where it gains enough.
     if remainder is not None:
-        margin_s = state.rules.remainders.margin_s
-        remainder_s = forecast(request, remainder, view, state).ttft_s + margin_s
+        remainder_s = option_cost_s(request, remainder, view, plan, state)
         if remainder_s <= _own_time_s(request, best, view, state):
             return remainder, REMAINDER
     return best, reason
@@ -63,25 +63,35 @@ def choose_cheapest(
 def _cheapest(
     request: Request, view: View, plan: Plan, state: ShortTermState, options: Sequence[Option]
 ) -> Option:
-    rules = state.rules.adaptive
-    threshold = max(plan.threshold_tokens, 1)
-    best, best_cost = options[0], float("inf")
+    best, best_cost_s = options[0], float("inf")
     for option in options:
-        wait_s = option.start_s - view.now_s
-        cost = _own_time_s(request, option, view, state)
-        if option.cluster in view.held:
-            wait_s += view.held[option.cluster].total_s / _prefill_nodes(option.cluster, view)
-        # During a wait, about as many requests arrive as are waiting now. So the present wait
-        # measures what one more unit of work costs the next requests.
-        price_s = rules.least_price_s + rules.congestion_price * wait_s
-        cost += price_s * option.prefill_s / view.costs.prefill_s[option.cluster](threshold, 0)
-        if len(view.remotes) > 1 and option.cluster != view.local.cluster:
-            cost += _link_price_s(request, option, view, state, threshold)
-        if option.copies:
-            cost += state.rules.adaptive.copy_margin_s
-        if cost < best_cost:
-            best, best_cost = option, cost
+        cost_s = option_cost_s(request, option, view, plan, state)
+        if cost_s < best_cost_s:
+            best, best_cost_s = option, cost_s
     return best
+
+
+def option_cost_s(
+    request: Request, option: Option, view: View, plan: Plan, state: ShortTermState
+) -> float:
+    """The request's own time to first token, and the delay of later requests."""
+    rules = state.rules.adaptive
+    if option.decodes:  # such a request does not wait at the router
+        return forecast(request, option, view, state).ttft_s + state.rules.remainders.margin_s
+    cost_s = _own_time_s(request, option, view, state)
+    threshold = max(plan.threshold_tokens, 1)
+    wait_s = option.start_s - view.now_s
+    if option.cluster in view.held:
+        wait_s += view.held[option.cluster].total_s / _prefill_nodes(option.cluster, view)
+    # During a wait, about as many requests arrive as are waiting now. So the present wait measures
+    # what one more unit of work costs the next requests.
+    price_s = rules.least_price_s + rules.congestion_price * wait_s
+    cost_s += price_s * option.prefill_s / view.costs.prefill_s[option.cluster](threshold, 0)
+    if len(view.remotes) > 1 and option.cluster != view.local.cluster:
+        cost_s += _link_price_s(request, option, view, state, threshold)
+    if option.copies:
+        cost_s += rules.copy_margin_s
+    return cost_s
 
 
 def _link_price_s(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from prfaas.scheduler.adaptive import alternatives
+from prfaas.scheduler.adaptive import alternatives, option_cost_s
 from prfaas.scheduler.forecast import Forecast, forecast
 from prfaas.scheduler.options import Option, remainder_option
 from prfaas.scheduler.plan import Plan
@@ -27,6 +27,7 @@ class Alternative(NamedTuple):
     cached_tokens: int
     copies: tuple[CacheCopy, ...]
     forecast: Forecast
+    cost_s: float | None  # what policy `adaptive` compares; None under another policy
     decodes: bool  # the node prefills a remainder and decodes, without a hand-off
 
 
@@ -48,6 +49,9 @@ def explain(
             o.cached_tokens,
             o.copies,
             forecast(request, o, view, state),
+            option_cost_s(request, o, view, plan, state)
+            if state.rules.policy == "adaptive"
+            else None,
             o.decodes,
         )
         for view in views

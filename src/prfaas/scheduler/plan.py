@@ -65,6 +65,16 @@ class Plan:
     def n_decode(self) -> int:
         return len(self.roles) - self.n_prefill
 
+    @property
+    def offloaded_share(self) -> float:
+        """The share of the requests whose uncached tokens exceed the threshold; 0 where no PrfaaS
+        cluster takes them."""
+        if not self.problem.remotes:
+            return 0.0
+        workload = self.problem.workload
+        _, longer = workload.divided(self.threshold_tokens)
+        return float(workload.weight[longer].sum() / workload.weight.sum())
+
 
 def first_plan(
     problem: Problem, nodes: Sequence[NodeId], rules: ReplanSection, now_s: float = 0.0

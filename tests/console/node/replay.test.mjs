@@ -99,7 +99,7 @@ const RUN = {
       decode: [1, 1],
       prompt_tokens: [5, 6],
       ttft_s: [null, 2],
-      alternatives: [null, [[0, 3, 1, 1, 0.5, 0.1]]],
+      alternatives: [null, [[0, 3, 4.5, 1, 1, 0.5, 0.1]]],
     },
   },
 };
@@ -156,6 +156,7 @@ test("requests and their alternatives have names", () => {
   assert.equal(explanation.threshold_tokens, 2000);
   assert.equal(explanation.chosen.cluster, "north");
   assert.equal(explanation.alternatives[0].cluster, "north");
+  assert.equal(explanation.alternatives[0].cost_s, 4.5);
   assert.equal(explanation.alternatives[0].transfer_s, 0.5);
 });
 

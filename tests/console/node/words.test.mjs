@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-import { choiceInWords } from "prfaas/explanation";
+import { choiceInWords, comparisonInWords } from "prfaas/explanation";
 import { completeRequest, completeScene } from "prfaas/store";
 import { EventParser, textOf } from "prfaas/sse";
 import * as words from "prfaas/words";
@@ -22,8 +22,15 @@ test("the worst problem is first, and names what is wrong", () => {
     scene(
       [{ id: "n0", name: "n0", status: "not in use", why: "it has no role yet" }],
       [
-        { source: "north", target: "west", verdict: "congested", backlog_bytes: 3e9, waited_s: 2 },
-        { source: "west", target: "north", verdict: "cut", cause: "no report" },
+        {
+          source: "north",
+          target: "west",
+          verdict: "congested",
+          cause: "loss",
+          backlog_bytes: 3e9,
+          waited_s: 2,
+        },
+        { source: "west", target: "north", verdict: "cut", cause: "waiting" },
       ],
       [{ cluster: "west", has_plan: true, waiting: 2 }],
     ),
@@ -31,8 +38,11 @@ test("the worst problem is first, and names what is wrong", () => {
   assert.deepEqual(
     found.map(({ severity, text }) => [severity, text]),
     [
-      ["bad", "Link west → north is cut (no report)"],
-      ["warn", "Link north → west is congested: 3.00 GB wait, the oldest 2 s"],
+      ["bad", "Link west → north is cut"],
+      [
+        "warn",
+        "Link north → west is congested (segments are lost): 3.00 GB wait, the oldest for 2 s",
+      ],
       ["warn", "Node n0 of north is not in use: it has no role yet"],
       ["note", "2 requests wait for a node at west"],
     ],
@@ -87,6 +97,27 @@ test("routes and choices are sentences", () => {
     choiceInWords({ wait: true, reason: "all are busy", for: "west" }),
     "The request waits for a node of west: all are busy.",
   );
+});
+
+test("what spoke for a choice that is not the earliest", () => {
+  const parts = { wait_s: 0, prefill_s: 1, transfer_s: 0, decode_s: 0 };
+  const explanation = {
+    chosen: { wait: false, prefill: "w0", cluster: "west", cached_tokens: 10 },
+    threshold_tokens: 500,
+    alternatives: [
+      { ...parts, node: "n0", cluster: "north", cost_s: 4 },
+      { ...parts, node: "w0", cluster: "west", prefill_s: 2, cost_s: 3 },
+    ],
+  };
+  assert.deepEqual(comparisonInWords(explanation, 110), [
+    "Predicted first token: after 2 s this way, after 1 s by way of north.",
+    "With the delay that it causes to later requests: 3 s this way, 4 s by way of north.",
+    "100 of its 110 tokens are uncached there, at most the plan's threshold of 500.",
+  ]);
+  const without = explanation.alternatives.map((one) => ({ ...one, cost_s: null }));
+  assert.deepEqual(comparisonInWords({ ...explanation, alternatives: without }, null), [
+    "Predicted first token: after 2 s this way, after 1 s by way of north.",
+  ]);
 });
 
 test("server-sent events arrive in pieces", () => {

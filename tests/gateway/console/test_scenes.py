@@ -9,7 +9,7 @@ import pytest
 
 from prfaas.console.scene import NodeScene, Scene, TtftParts
 from prfaas.gateway.console.recent import Counts, HomeCounts
-from prfaas.gateway.console.scenes import GatewayScenes, planned_share
+from prfaas.gateway.console.scenes import GatewayScenes
 from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.planning.plan_history import PlanHistory
 from prfaas.gateway.planning.prefix_copies import PrefixCopies
@@ -72,7 +72,7 @@ def test_a_scene_has_clusters_nodes_links_and_plans() -> None:
     (home,) = scene.homes
     plan = router.plans[PD]
     assert home.has_plan and home.planned_threshold_tokens == plan.threshold_tokens
-    assert home.planned_share == planned_share(plan) and 0 < home.planned_share < 1
+    assert home.planned_share == round(plan.offloaded_share, 4) and 0 < home.planned_share < 1
     assert (home.local, home.remote, home.failed, home.stateless_tokens) == (1, 2, 3, 6)
     assert scene.ttft == counts.ttft
     assert msgspec.json.decode(msgspec.json.encode(scene), type=Scene) == scene

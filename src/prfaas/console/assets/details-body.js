@@ -167,7 +167,7 @@ function linkFacts(link) {
     link.capacity_bps > 0 ? ` (${format.percent(link.rate_bps / link.capacity_bps)})` : "";
   return [
     ["verdict", link.verdict],
-    ["cause", link.cause],
+    ["cause", words.linkCause(link)],
     ["rate", `${format.rateOf(link.rate_bps, link.capacity_bps)}${used}`],
     ["queue", `${format.bytes(link.backlog_bytes)} not yet arrived`],
     ["oldest waits", link.backlog_bytes > 0 ? format.duration(link.waited_s) : null],

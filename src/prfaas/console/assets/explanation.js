@@ -21,7 +21,10 @@ export function choiceInWords(chosen) {
   return `${prefill}; node ${chosen.decode} of ${chosen.decode_cluster} decodes it.`;
 }
 
-/** What spoke for the choice, in sentences: the predictions side by side, and the threshold. */
+/**
+ * What spoke for the choice, in sentences: the predictions side by side, the costs that policy
+ * `adaptive` compares, and the threshold.
+ */
 export function comparisonInWords({ chosen, threshold_tokens, alternatives }, promptTokens) {
   if (chosen.wait) return [];
   const said = [];
@@ -29,20 +32,30 @@ export function comparisonInWords({ chosen, threshold_tokens, alternatives }, pr
   const taken = alternatives.find((one) => one.node === chosen.prefill);
   const other = alternatives.find((one) => one.cluster !== chosen.cluster);
   if (taken !== undefined && other !== undefined) {
-    const [own, others] = [sumOfParts(taken), sumOfParts(other)].map(format.duration);
-    said.push(
-      `Predicted first token: after ${own} this way, after ${others} by way of ${other.cluster}.`,
-    );
+    const compare = ([own, others], word = "") =>
+      `${word}${own} this way, ${word}${others} by way of ${other.cluster}.`;
+    const firsts = [taken, other].map((one) => format.duration(sumOfParts(one)));
+    said.push(`Predicted first token: ${compare(firsts, "after ")}`);
+    if (hasCost(taken) && hasCost(other)) {
+      const costs = [taken, other].map((one) => format.duration(one.cost_s));
+      said.push(`With the delay that it causes to later requests: ${compare(costs)}`);
+    }
   }
   if (promptTokens !== null && Number.isFinite(threshold_tokens)) {
     const uncached = promptTokens - chosen.cached_tokens;
     const side = uncached > threshold_tokens ? "more than" : "at most";
+    const whose = alternatives.some(hasCost) ? "the plan's threshold" : "the threshold";
     said.push(
       `${format.count(uncached)} of its ${format.count(promptTokens)} tokens are uncached there, ` +
-        `${side} the threshold of ${format.count(Math.round(threshold_tokens))}.`,
+        `${side} ${whose} of ${format.count(Math.round(threshold_tokens))}.`,
     );
   }
   return said;
+}
+
+/** Only policy `adaptive` compares costs. */
+function hasCost(alternative) {
+  return typeof alternative.cost_s === "number";
 }
 
 /**
@@ -146,6 +159,12 @@ function alternativeRow(one, longest, taken) {
       html("small", {}, remarks.filter((text) => text).join(", ")),
     ),
     html("td", {}, format.short(one.cached_tokens)),
-    html("td", { class: "predicted" }, html("b", {}, format.duration(sumOfParts(one))), bar),
+    html(
+      "td",
+      { class: "predicted" },
+      html("b", {}, format.duration(sumOfParts(one))),
+      hasCost(one) ? html("small", {}, ` cost ${format.duration(one.cost_s)}`) : null,
+      bar,
+    ),
   );
 }

@@ -62,7 +62,7 @@ export class SceneMap {
       box.side = side;
       if (box.element === place) place = place.nextElementSibling;
       else column.insertBefore(box.element, place);
-      this.drawBox(box, cluster, scene.homes.get(cluster.name), isMarked);
+      this.drawBox(box, cluster, scene, isMarked);
     }
   }
 
@@ -87,13 +87,13 @@ export class SceneMap {
     return box;
   }
 
-  drawBox(box, cluster, home, isMarked) {
+  drawBox(box, cluster, scene, isMarked) {
     const nodes = [...cluster.nodes.values()];
     setText(box.name, cluster.name);
     setText(box.kind, cluster.kind === "pd" ? "PD cluster" : "PrfaaS cluster");
     setAttribute(box.element, "data-drained", cluster.drained);
     setText(box.facts, boxFacts(nodes, cluster));
-    setText(box.plan, homeWords(home));
+    setText(box.plan, homeWords(scene.homes.get(cluster.name), scene.policy));
     box.grid.draw(nodes, isMarked);
   }
 
@@ -131,13 +131,17 @@ function boxFacts(nodes, cluster) {
   return parts.join(" · ");
 }
 
-function homeWords(home) {
+/** What the plan of a PD cluster says about its requests. */
+function homeWords(home, policy) {
   if (home === undefined) return "";
   const waits =
     home.waiting > 0 ? ` · ${format.plural(home.waiting, "request waits", "requests wait")}` : "";
   if (!home.has_plan) return `no plan yet${waits}`;
   const threshold = home.threshold_tokens || home.planned_threshold_tokens;
-  return `offloads from ${format.tokens(threshold)} uncached${waits}`;
+  const from = `from ${format.tokens(threshold)} uncached`;
+  // Policy `adaptive` compares costs; the threshold of the plan is one part of them.
+  const said = policy === "adaptive" ? `plan: offload ${from}` : `offloads ${from}`;
+  return `${said}${waits}`;
 }
 
 function legend() {

@@ -47,6 +47,11 @@ export function flowTable({ sources, targets, rps, bps, link_bps, local_rps }) {
   };
 }
 
+/** A table that would be cut off in the narrow column on the right. */
+function isWide({ columns }) {
+  return columns.length > 4;
+}
+
 export class PlanPage {
   constructor(data) {
     this.data = data;
@@ -65,9 +70,10 @@ export class PlanPage {
       left: [
         this.map.element,
         html("section", { "aria-label": "Flows" }, textTable(flowTable(data.flows))),
+        ...this.tables(isWide),
         html("div", { class: "curves" }, data.curves.map(curveFigure)),
       ],
-      right: [this.details.element, this.figures(), ...this.tables()],
+      right: [this.details.element, this.figures(), ...this.tables((table) => !isWide(table))],
     });
     this.layout.describe(`${data.model} · ${data.reading} reading · made by ${data.made_by}`);
     setAttribute(this.layout.main, "data-report", "plan");
@@ -120,9 +126,9 @@ export class PlanPage {
     );
   }
 
-  tables() {
-    return this.data.tables.map((table) =>
-      html("section", { "aria-label": table.title }, textTable(table)),
-    );
+  tables(passes) {
+    return this.data.tables
+      .filter(passes)
+      .map((table) => html("section", { "aria-label": table.title }, textTable(table)));
   }
 }

@@ -160,8 +160,11 @@ export function decodeRequests({ names, columns }) {
   });
 }
 
-function decodeAlternative([node, cached_tokens, wait_s, prefill_s, transfer_s, decode_s], named) {
-  return { node: named("node", node), cached_tokens, wait_s, prefill_s, transfer_s, decode_s };
+/** The columns of `_alternatives` in `simulation_report.py`. */
+function decodeAlternative([node, cached_tokens, cost_s, ...parts], named) {
+  const [wait_s, prefill_s, transfer_s, decode_s] = parts;
+  const name = named("node", node);
+  return { node: name, cached_tokens, cost_s, wait_s, prefill_s, transfer_s, decode_s };
 }
 
 /** The window over which charts of a run average: a sixtieth of it, and at least 15 s. */

@@ -29,13 +29,25 @@ function shareWords(scene, figures) {
   return ` ${format.percent(figures.offloaded)} of the requests are prefilled in another cluster.`;
 }
 
-/** "north → west is congested (queueing): 3.1 GB wait, the oldest for 2.4 s" */
+// The signals of `scheduler/congestion.py`, in words.
+const CAUSES = new Map([
+  ["loss", "segments are lost"],
+  ["queueing", "its round trip is longer than when it is idle"],
+  ["waiting", "bytes wait to be sent"],
+  ["utilisation", "it is nearly full"],
+]);
+
+/** Why a link has its verdict; a link that is cut needs no reason. */
+export function linkCause(link) {
+  return link.verdict === "cut" ? "" : (CAUSES.get(link.cause) ?? link.cause);
+}
+
+/** "north → west is congested (segments are lost): 3.1 GB wait, the oldest for 2.4 s" */
 export function linkState(link) {
-  const cause = link.cause ? ` (${link.cause})` : "";
-  const waits =
-    link.backlog_bytes > 0 && link.verdict !== "clear"
-      ? `: ${format.bytes(link.backlog_bytes)} wait, the oldest ${format.duration(link.waited_s)}`
-      : "";
+  const cause = linkCause(link) ? ` (${linkCause(link)})` : "";
+  const [waiting, oldest] = [format.bytes(link.backlog_bytes), format.duration(link.waited_s)];
+  const isWaiting = link.backlog_bytes > 0 && link.verdict !== "clear";
+  const waits = isWaiting ? `: ${waiting} wait, the oldest for ${oldest}` : "";
   return `${format.linkLabel(link)} is ${link.verdict}${cause}${waits}`;
 }
 

@@ -17,7 +17,6 @@ from prfaas.console.scene import (
     Scene,
     Verdict,
 )
-from prfaas.contracts.forms import choose_compat
 from prfaas.gateway.console.events import Moves
 from prfaas.gateway.console.recent import Counts, HomeCounts
 from prfaas.gateway.fleet.fleet import Fleet
@@ -25,13 +24,13 @@ from prfaas.gateway.fleet.member import Member
 from prfaas.gateway.placement import home_of
 from prfaas.gateway.planning.prefix_copies import PrefixCopies
 from prfaas.gateway.router import Router
-from prfaas.gateway.status import GatewayStatus, explanation_json
+from prfaas.gateway.status import GatewayStatus
 from prfaas.scheduler.congestion import LinkVerdict
 from prfaas.scheduler.explain import Explanation
 from prfaas.scheduler.plan import Plan
 from prfaas.scheduler.state import LinkState
 from prfaas.scheduler.view import LinkId, LinkView
-from prfaas.types import ClusterId, Form, NodeId
+from prfaas.types import ClusterId
 
 _SHOWN_CHARS = 300  # of a member's problem
 _NO_COUNTS = HomeCounts()
@@ -108,15 +107,7 @@ class GatewayScenes:
         }
 
     def describe(self, explanation: Explanation | None) -> dict[str, Any]:
-        return explanation_json(explanation, self._form_between)
-
-    def _form_between(self, prefill: NodeId, decode: NodeId) -> Form | None:
-        """None: the nodes cannot hand over, or no hand-off is needed."""
-        one, other = self._fleet.members.named(prefill), self._fleet.members.named(decode)
-        if one is None or other is None or one is other:
-            return None
-        compat = choose_compat(one.compats, other.compats)
-        return None if compat is None else compat.form
+        return self._status.describe_route(explanation)
 
     def explain_routes(self, wanted: Callable[[], bool]) -> None:
         self._router.wants_explanation = wanted
@@ -208,18 +199,8 @@ class GatewayScenes:
         """The share of the requests that the plan offloads, computed once for each plan."""
         known = self._shares.get(home)
         if known is None or known[0] is not plan:
-            known = self._shares[home] = (plan, planned_share(plan))
+            known = self._shares[home] = (plan, round(plan.offloaded_share, 4))
         return known[1]
-
-
-def planned_share(plan: Plan) -> float:
-    """The share of the requests whose uncached tokens exceed the plan's threshold; 0 where no
-    PrfaaS cluster takes them."""
-    if not plan.problem.remotes:
-        return 0.0
-    work = plan.problem.workload
-    _, offloaded = work.divided(plan.threshold_tokens)
-    return round(float(work.weight[offloaded].sum()), 4)
 
 
 def _link(link_id: LinkId, link: LinkView, known: LinkState) -> LinkScene:
