@@ -15,7 +15,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "prfaas"
 ROWS = [
     {
         *("errors", "clock", "lateness", "schema", "types", "contracts", "kvspec", "config"),
-        *("catalog", "text", "listening", "supervision", "service"),
+        *("catalog", "text", "listening", "supervision", "service", "tracing"),
     },
     {"estimator", "planner", "advisor", "scheduler", "cache", "security", "device"},
     {"transport", "engine", "http_client", "wan"},
@@ -55,6 +55,8 @@ WITHIN_ROW = {
     ("listening", "errors"),
     ("service", "errors"),
     ("listening", "config"),  # addresses
+    ("tracing", "clock"),
+    ("contracts", "tracing"),  # spans
 }
 # Library -> the only parts that may import it.
 ROOMS = {
@@ -67,6 +69,7 @@ ROOMS = {
     "rich": {"cli", "display", "demo"},
     "jinja2": {"text"},
     "llguidance": {"engine"},
+    "opentelemetry": {"tracing"},
     "tokenizers": {"text", "engine"},  # the engine's makes one for its own small models
 }
 PURE = {"estimator", "planner", "advisor", "scheduler", "cache"}

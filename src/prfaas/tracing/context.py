@@ -1,0 +1,54 @@
+"""The W3C trace context: which trace a call belongs to, and which span has made it. Pure.
+
+    traceparent: 00-<trace id, 32 hex digits>-<span id, 16 hex digits>-<flags, 2 hex digits>
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Final, NamedTuple
+
+TRACEPARENT: Final = "traceparent"  # the header's name
+_SAMPLED = 0x01
+# A later version may append fields, each after a dash; version ff is invalid.
+_PATTERN = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?\Z")
+_NO_TRACE, _NO_SPAN = "0" * 32, "0" * 16
+_LONGEST = 512  # characters of a header that is read
+
+
+class TraceContext(NamedTuple):
+    """A span that makes calls. The spans of the calls have it as their parent."""
+
+    trace_id: str
+    span_id: str
+    sampled: bool  # its spans go to the collector, where there is one
+
+    @property
+    def traceparent(self) -> str:
+        return f"00-{self.trace_id}-{self.span_id}-{'01' if self.sampled else '00'}"
+
+    def child(self) -> TraceContext:
+        """A new span of the same trace."""
+        return TraceContext(self.trace_id, new_span_id(), self.sampled)
+
+
+def new_trace(*, sampled: bool) -> TraceContext:
+    return TraceContext(os.urandom(16).hex(), new_span_id(), sampled)
+
+
+def new_span_id() -> str:
+    return os.urandom(8).hex()
+
+
+def parse_traceparent(header: str | None) -> TraceContext | None:
+    """None where there is no header, or one that is invalid: then a new trace begins, as the
+    standard demands."""
+    if header is None or len(header) > _LONGEST:
+        return None
+    found = _PATTERN.match(header.strip())
+    if found is None or found[1] == _NO_TRACE or found[2] == _NO_SPAN:
+        return None
+    if header.startswith("00") and found[4] is not None:
+        return None
+    return TraceContext(found[1], found[2], bool(int(found[3], 16) & _SAMPLED))

@@ -1,0 +1,88 @@
+"""The spans of one process: the latest ones are kept for whoever asks, and those of sampled traces
+go to the exporter.
+
+Everything is bounded: `MOST_TRACES` traces with `MOST_SPANS` spans each, the oldest trace goes
+first. Use it on one thread, or on one event loop.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from prfaas.clock import Clock
+from prfaas.tracing.context import TraceContext, new_span_id
+from prfaas.tracing.spans import MOST_SPANS, Kind, Service, Span, Value, shown
+
+MOST_TRACES = 1_024
+_NO_ATTRIBUTES: Mapping[str, Value] = {}
+
+
+class SpanExporter(Protocol):
+    def export(self, span: Span) -> None:
+        """Takes a span, or drops it when too many wait. Never blocks, never raises."""
+
+
+class SpanRecorder:
+    def __init__(
+        self,
+        service: Service,
+        clock: Clock,
+        node: str = "",
+        exporter: SpanExporter | None = None,
+        epoch: Callable[[], float] = time.time,
+    ) -> None:
+        self.exporter = exporter
+        self._service: Service = service
+        self._node = node
+        self._clock = clock
+        self._epoch = epoch
+        self._traces: OrderedDict[str, list[Span]] = OrderedDict()
+
+    def record(
+        self,
+        name: str,
+        parent: TraceContext,
+        start_s: float,
+        end_s: float | None = None,
+        *,
+        kind: Kind = "internal",
+        span_id: str | None = None,
+        error: str = "",
+        attributes: Mapping[str, Value] = _NO_ATTRIBUTES,
+    ) -> Span:
+        """Records a span that has ended, with times on the process's clock; without `end_s` it ends
+        now. `span_id`: of a span that has made calls, whose context was sent with them."""
+        now_s = self._clock.now()
+        to_epoch_s = self._epoch() - now_s
+        span = Span(
+            name=name,
+            trace_id=parent.trace_id,
+            span_id=span_id or new_span_id(),
+            start_s=start_s + to_epoch_s,
+            end_s=(now_s if end_s is None else end_s) + to_epoch_s,
+            service=self._service,
+            node=self._node,
+            parent_id=parent.span_id,
+            kind=kind,
+            error=shown(error),
+            attributes=dict(attributes),
+        )
+        self._keep(span)
+        if parent.sampled and self.exporter is not None:
+            self.exporter.export(span)
+        return span
+
+    def spans_of(self, trace_id: str) -> list[Span]:
+        return list(self._traces.get(trace_id, ()))
+
+    def _keep(self, span: Span) -> None:
+        kept = self._traces.get(span.trace_id)
+        if kept is None:
+            if len(self._traces) >= MOST_TRACES:
+                self._traces.popitem(last=False)
+            kept = self._traces[span.trace_id] = []
+        if len(kept) < MOST_SPANS:
+            kept.append(span)
