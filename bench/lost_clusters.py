@@ -61,7 +61,11 @@ from prfaas.errors import InputError
 from prfaas.measure.machine import cpu_times
 
 LOST_S = 60.0  # how long a cluster is lost or drained
-PHASE_S = 180.0  # of --flood
+PHASE_S = 280.0  # of --flood: 100 first tokens of the smaller home
+# Factors on times and on bytes. With --flood the waits on links are compared. With few bytes the
+# least that a sender has in flight would be seconds of a slow link, which no real one has.
+SCALES = (2.0, 1 / 128)
+FLOOD_SCALES = (2.5, 1 / 32)
 
 
 @click.command(help=__doc__)
@@ -78,7 +82,7 @@ PHASE_S = 180.0  # of --flood
 @click.option(
     "--seconds",
     type=float,
-    help="How long something is lost or drained, or a phase of --flood.  [default: 60; 180]",
+    help="How long something is lost or drained, or a phase of --flood.  [default: 60; 280]",
 )
 @click.option(
     "--policy",
@@ -87,8 +91,12 @@ PHASE_S = 180.0  # of --flood
     show_default=True,
     help="Routing policy.",
 )
-@click.option("--time-scale", default=2.0, show_default=True, help="Factor on all times.")
-@click.option("--byte-scale", default=1 / 128, show_default=True, help="Factor on KV bytes.")
+@click.option(
+    "--time-scale", type=float, help="Factor on all times.  [default: 2; 2.5 with --flood]"
+)
+@click.option(
+    "--byte-scale", type=float, help="Factor on KV bytes.  [default: 1/128; 1/32 with --flood]"
+)
 @click.option(
     "--output-scale", default=1 / 32, show_default=True, help="Factor on the tokens per answer."
 )
@@ -105,8 +113,8 @@ def main(
     flood: str | None,
     seconds: float | None,
     policy: str,
-    time_scale: float,
-    byte_scale: float,
+    time_scale: float | None,
+    byte_scale: float | None,
     output_scale: float,
     seed: int,
     logs: Path | None,
@@ -116,7 +124,12 @@ def main(
         raise InputError("only one mode can run", where="--flood", fix="leave out --drain")
     if seconds is not None and not 10 <= seconds <= 3600:
         raise InputError(f"{seconds:g} is out of range", where="--seconds", fix="give 10 to 3600")
-    scales = Scales(time_scale, byte_scale, output_scale)
+    times, nbytes = SCALES if flood is None else FLOOD_SCALES
+    scales = Scales(
+        times if time_scale is None else time_scale,
+        nbytes if byte_scale is None else byte_scale,
+        output_scale,
+    )
     with tempfile.TemporaryDirectory(prefix="prfaas-lost-") as name:
         folder = logs or Path(name)
         folder.mkdir(parents=True, exist_ok=True)

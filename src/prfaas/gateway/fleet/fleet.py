@@ -100,8 +100,9 @@ class Fleet:
 
     def record_report(self, member: Member, report: KvdReport) -> None:
         """Records a kvd's report. A kvd that reports for the first time joins the board."""
-        before = member.compat
-        if self.members.record_report(member, report, self._clock.now()):
+        before, formats_before = member.compat, member.compats
+        joined = self.members.record_report(member, report, self._clock.now())
+        if joined:
             log.info("%s of %s joined at %s", report.node, member.cluster, member.kvd_url)
             self.pace.restart(report.node)
             if report.node in self.board:
@@ -113,7 +114,8 @@ class Fleet:
         if report.node not in self.board:
             self.board.join(member.cluster, report.node)
             self.work.add(report.node)
-        self.refresh()
+        is_new = joined or member.compats != formats_before
+        self.refresh(because_of=None if is_new else member)
 
     def record_card(self, member: Member, card: Card) -> None:
         """Records that the engine answers for the first time, or again after a silence."""
@@ -142,6 +144,7 @@ class Fleet:
     ) -> None:
         """Records an engine's load. `own` is `work.prefills_at` the node when it was
         polled."""
+        was_alive = member.is_alive(self._clock.now())
         if leaving and not member.leaving:
             log.info("the engine of %s is draining", member.kvd_url)
         member.leaving = leaving
@@ -152,7 +155,7 @@ class Fleet:
         node = member.node
         if node is not None and node in self.board:
             self.work.record_load(node, load, own, asked_s)
-        self.refresh()
+        self.refresh(because_of=member if was_alive else None)
 
     def record_engine_failure(self, node: NodeId, *, leaving: bool = False) -> bool:
         """A request could not connect to the engine, or was refused because the engine is
@@ -213,9 +216,13 @@ class Fleet:
         for part in parts:
             self.failures.contain("short_term", part)
 
-    def refresh(self) -> None:
-        """Brings the board in line with liveness, roles and membership."""
+    def refresh(self, because_of: Member | None = None) -> None:
+        """Brings the board in line with liveness, roles and membership. This looks at all members,
+        and each of them reports several times a second: with `because_of`, nothing is done unless
+        the board differs from what is known of that member."""
         now = self._clock.now()
+        if because_of is not None and not _has_changed(self, because_of, now):
+            return
         changed = False
         used: list[Member] = []
         self.members.update_formats(now)
@@ -223,17 +230,10 @@ class Fleet:
             node = member.node
             if node is None or node not in self.board:
                 continue
-            role = self.roles.of(node) if member.cluster in self.homes else "prefill"
-            usable = (
-                role is not None
-                and member.cluster not in self.drained
-                and not self.roles.is_draining(node)
-                and self.members.is_usable(member, now)
-            )
+            role, usable = _use_of(self, member, node, now)
             if usable:
                 used.append(member)
             before = self.board.node(node)
-            role = role or before.role
             if (before.role, before.usable) != (role, usable):
                 self.board.assign(node, role, usable=usable)
                 changed = True
@@ -286,6 +286,27 @@ class Fleet:
         """Whether a decode node of a PD cluster is in use that is not one of the `full` ones."""
         nodes = self.board.cluster(home).nodes
         return any(n.usable and n.role == "decode" and n.node not in full for n in nodes)
+
+
+def _use_of(fleet: Fleet, member: Member, node: NodeId, now_s: float) -> tuple[Role, bool]:
+    """The role of a node on the board, and whether it gets requests."""
+    role = fleet.roles.of(node) if member.cluster in fleet.homes else "prefill"
+    usable = (
+        role is not None
+        and member.cluster not in fleet.drained
+        and not fleet.roles.is_draining(node)
+        and fleet.members.is_usable(member, now_s)
+    )
+    return role or fleet.board.node(node).role, usable
+
+
+def _has_changed(fleet: Fleet, member: Member, now_s: float) -> bool:
+    """Whether the board differs from what is known of the member."""
+    node = member.node
+    if node is None or node not in fleet.board:
+        return True
+    seen = fleet.board.node(node)
+    return (seen.role, seen.usable) != _use_of(fleet, member, node, now_s)
 
 
 def _configured_links(
