@@ -43,7 +43,16 @@ LEAST_S = 0.01
 # A call that a node leaves unanswered for less is explained by the network and a busy machine.
 LEAST_HANG_S = 1.0
 
+# Ranks of spans that overlap. Ranks and shares that depend on nothing else are in `_PLAIN`.
 _FAILED, _OWN, _CALL, _NODE, _DECODE, _PREFILL, _COMMIT = 90, 80, 70, 60, 50, 40, 20
+_PLAIN = {
+    READ: (_OWN, READ),
+    TOKENIZE: (_OWN, TOKENIZE),
+    WAIT: (_OWN, WAIT),
+    GRANT: (_CALL, GRANT),
+    COPIES: (_CALL, COPIES),
+    COMMIT: (_COMMIT, "transfer"),
+}
 
 
 class _Timed(NamedTuple):
@@ -103,22 +112,15 @@ def _piece(request: RequestSummary, family: Family, span: Span) -> tuple[int, st
         return (_FAILED, f"failed {failure_kind(span)}") if span.error else None
     if family.is_lost(span):
         return None  # the attempt has all of its time
-    match span.name:
-        case name if name in (READ, TOKENIZE, WAIT):
-            return _OWN, name
-        case name if name == BACK_OFF:
-            return _OWN, _backed_off(family, span)
-        case name if name in (GRANT, COPIES):
-            return _CALL, name
-        case name if name == PREFILL:
-            return _PREFILL, "call" if _node_prefill(family, span) else "compute"
-        case name if name == COMMIT:
-            return _COMMIT, "transfer"
-        case name if name == DECODE:
-            return _DECODE, _decode_share(request, family, span)
-        case name if name in (NODE_LEASE, NODE_QUEUE, NODE_PREFILL, NODE_DECODE):
-            return _node_piece(family, span)
-    return None
+    if span.name == BACK_OFF:
+        return _OWN, _backed_off(family, span)
+    if span.name == PREFILL:
+        return _PREFILL, "call" if _node_prefill(family, span) else "compute"
+    if span.name == DECODE:
+        return _DECODE, _decode_share(request, family, span)
+    if span.name in (NODE_LEASE, NODE_QUEUE, NODE_PREFILL, NODE_DECODE):
+        return _node_piece(family, span)
+    return _PLAIN.get(span.name)
 
 
 def _node_piece(family: Family, span: Span) -> tuple[int, str] | None:

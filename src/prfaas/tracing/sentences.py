@@ -26,9 +26,7 @@ def duration(seconds: float) -> str:
 
 
 def big_body(read_s: float, tokenize_s: float) -> str:
-    return (
-        f"The body took {duration(read_s)} to arrive and {duration(tokenize_s)} to be tokenised."
-    )
+    return f"The body took {duration(read_s)} to arrive and {duration(tokenize_s)} to be tokenised."
 
 
 def full_queue(wait_s: float, queue_s: float, node: str) -> str:
