@@ -17,6 +17,8 @@ import msgspec
 from prfaas.tracing.spans import MOST_SPANS, Span
 
 TRACES_PATH: Final = "/prfaas/v1/traces/"
+TRACE_ID_PATTERN: Final = "[0-9a-f]{32}"
+TRACE_PATH: Final = f"{TRACES_PATH}{{trace_id:{TRACE_ID_PATTERN}}}"  # as aiohttp's routes have it
 REQUESTS_PATH: Final = "/prfaas/v1/requests"
 
 CauseKind: TypeAlias = Literal[
