@@ -1,6 +1,6 @@
 """The W3C trace context: which trace a call belongs to, and which span has made it. Pure.
 
-    traceparent: 00-<trace id, 32 hex digits>-<span id, 16 hex digits>-<flags, 2 hex digits>
+traceparent: 00-<trace id, 32 hex digits>-<span id, 16 hex digits>-<flags, 2 hex digits>
 """
 
 from __future__ import annotations

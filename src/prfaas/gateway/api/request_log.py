@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-import msgspec
-
 from prfaas.clock import Clock
 from prfaas.errors import InputError, RequestError, StreamBroken
 from prfaas.gateway.api.metrics import ApiMetrics, PromptRecord, RequestRecord, route_of
+from prfaas.gateway.api.request_line import fitting
 from prfaas.gateway.request import RequestTrace
+from prfaas.service.logging import with_fields
 
 _LOG = logging.getLogger("prfaas.gateway.requests")
 _ERROR_CHARS = 500  # of an error: it may quote the request
@@ -73,7 +73,9 @@ class RequestLog:
             if self._observer is not None:
                 self._observer.end(record, outcome, _shown(error_text), now_s)
             if _LOG.isEnabledFor(logging.INFO):
-                _LOG.info("%s", _line(record, outcome, error_text, now_s))
+                fields, line = fitting(_fields(record, outcome, error_text, now_s))
+                message = f"request {outcome}"
+                _LOG.info("%s", line, extra=with_fields(message, event="request", **fields))
 
 
 def _outcome(status: int) -> str:
@@ -82,7 +84,7 @@ def _outcome(status: int) -> str:
     return "rejected" if status < 500 else "failed"
 
 
-def _line(record: RequestRecord, outcome: str, error_text: str, now_s: float) -> str:
+def _fields(record: RequestRecord, outcome: str, error_text: str, now_s: float) -> dict[str, Any]:
     trace, usage = record.trace, record.usage
     # An answer that does not stream has no first token.
     first_s = trace.first_token_s if record.stream else None
@@ -113,7 +115,7 @@ def _line(record: RequestRecord, outcome: str, error_text: str, now_s: float) ->
         fields["error"] = _shown(error_text)
     if trace.failures:
         fields["failures"] = [_shown(failure) for failure in trace.failures[:_MOST_FAILURES]]
-    return msgspec.json.encode(fields).decode()
+    return fields
 
 
 def _prompt_fields(prompt: PromptRecord) -> dict[str, Any]:
