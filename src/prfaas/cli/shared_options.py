@@ -22,6 +22,21 @@ log_level_option = click.option(
     help="Least severe messages that are logged to standard error.",
 )
 
+log_format_option = click.option(
+    "--log-format",
+    type=click.Choice(["text", "json"]),
+    default="text",
+    show_default=True,
+    help="Format of the log: lines of text, or one JSON object per line.",
+)
+
+otlp_endpoint_option = click.option(
+    "--otlp-endpoint",
+    metavar="URL",
+    help="Collector that spans are sent to by OTLP over HTTP, such as http://localhost:4318; needs "
+    "the extra `otel`.  [default: the variable OTEL_EXPORTER_OTLP_ENDPOINT]",
+)
+
 set_option = click.option(
     "--set",
     "assignments",
@@ -75,5 +90,5 @@ def as_input_error(error: PeerError) -> InputError:
     return InputError(str(error))
 
 
-def configure_logging(level: str) -> None:
+def configure_logging(level: str, log_format: str = "text") -> None:
     logging.basicConfig(level=level.upper(), format="%(asctime)s %(name)s %(message)s")

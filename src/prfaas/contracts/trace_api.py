@@ -20,6 +20,8 @@ from prfaas.tracing.summary import CauseKind as CauseKind
 from prfaas.tracing.summary import RequestSummary as RequestSummary
 
 TRACES_PATH: Final = "/prfaas/v1/traces/"
+TRACE_ID_PATTERN: Final = "[0-9a-f]{32}"
+TRACE_PATH: Final = f"{TRACES_PATH}{{trace_id:{TRACE_ID_PATTERN}}}"  # as aiohttp's routes have it
 REQUESTS_PATH: Final = "/prfaas/v1/requests"
 
 

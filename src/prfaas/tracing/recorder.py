@@ -1,14 +1,14 @@
 """The spans of one process: the latest ones are kept for whoever asks, and those of sampled traces
 go to the exporter.
 
-Everything is bounded: `MOST_TRACES` traces with `MOST_SPANS` spans each, the oldest trace goes
-first. Use it on one thread, or on one event loop.
+Everything is bounded: `MOST_TRACES` traces with `MOST_SPANS` spans each; the oldest ones go first.
+Use it on one thread, or on one event loop.
 """
 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -39,7 +39,11 @@ class SpanRecorder:
         self._node = node
         self._clock = clock
         self._epoch = epoch
-        self._traces: OrderedDict[str, list[Span]] = OrderedDict()
+        self._traces: OrderedDict[str, deque[Span]] = OrderedDict()
+
+    def now(self) -> float:
+        """On the process's clock, for the start of a span."""
+        return self._clock.now()
 
     def record(
         self,
@@ -68,7 +72,7 @@ class SpanRecorder:
             parent_id=parent.span_id,
             kind=kind,
             error=shown(error),
-            attributes=dict(attributes),
+            attributes={name: _bounded(value) for name, value in attributes.items()},
         )
         self._keep(span)
         if parent.sampled and self.exporter is not None:
@@ -83,6 +87,10 @@ class SpanRecorder:
         if kept is None:
             if len(self._traces) >= MOST_TRACES:
                 self._traces.popitem(last=False)
-            kept = self._traces[span.trace_id] = []
-        if len(kept) < MOST_SPANS:
-            kept.append(span)
+            kept = self._traces[span.trace_id] = deque(maxlen=MOST_SPANS)
+        # A client may have one trace for hundreds of requests: operators ask for the latest ones.
+        kept.append(span)
+
+
+def _bounded(value: Value) -> Value:
+    return shown(value) if isinstance(value, str) else value

@@ -1,0 +1,165 @@
+"""Sends spans to a collector by OTLP over HTTP, on a thread of its own.
+
+    record ──► export: a bounded queue ──► batches, every `GATHER_S` ──► collector
+
+A collector that is slow or down costs spans and never a request: spans beyond `MOST_WAITING` are
+dropped and counted. OpenTelemetry's packages are the extra `otel`; `otlp_sender.py` alone imports
+them. Their variables for headers, certificates, compression and timeouts apply, as documented there
+(OTEL_EXPORTER_OTLP_HEADERS and so on).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Final, TypeAlias
+from urllib.parse import urlsplit
+
+from prfaas.errors import InputError
+from prfaas.tracing.recorder import SpanExporter
+from prfaas.tracing.spans import Span
+
+log = logging.getLogger(__name__)
+
+# Where OpenTelemetry's libraries look for the collector. The first one wins.
+ENDPOINT_VARIABLES: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+MOST_WAITING = 8_192  # spans
+MOST_IN_BATCH = 512
+GATHER_S = 0.5  # between two batches: a thread that wakes up for each span would cost more
+FLUSH_S = 3.0  # for the remaining spans at the end
+END_S = 1.0  # for the thread to end, after a flush that was not in time
+_TRACES = "/v1/traces"
+_FIX = "install it: pip install 'prfaas[otel]'"
+
+Send: TypeAlias = Callable[[Sequence[Span]], bool]  # whether the collector has taken them
+
+
+class BatchingExporter:
+    """A `SpanExporter`. `send` is called on a thread of its own and may take its time."""
+
+    def __init__(self, send: Send, gather_s: float = GATHER_S) -> None:
+        self.dropped = 0  # spans that the collector did not get
+        self._send = send
+        self._gather_s = gather_s
+        self._waiting: deque[Span] = deque()
+        self._arrived = threading.Event()
+        self._closing = threading.Event()
+        self._refused = False  # by the last call of `send`
+        self._thread = threading.Thread(target=self._work, name="prfaas-otlp", daemon=True)
+        self._thread.start()
+
+    def export(self, span: Span) -> None:
+        if len(self._waiting) >= MOST_WAITING:
+            self.dropped += 1
+            return
+        self._waiting.append(span)
+        if not self._arrived.is_set():
+            self._arrived.set()
+
+    def close(self, within_s: float) -> bool:
+        """Sends what waits, and returns after `within_s` at the latest: False when some spans are
+        still being sent."""
+        self._closing.set()
+        self._arrived.set()
+        self._thread.join(within_s)
+        return not self._thread.is_alive()
+
+    def _work(self) -> None:
+        while True:
+            self._arrived.wait()
+            self._closing.wait(self._gather_s)
+            self._arrived.clear()
+            while self._waiting:
+                count = min(MOST_IN_BATCH, len(self._waiting))
+                self._send_batch([self._waiting.popleft() for _ in range(count)])
+            if self._closing.is_set() and not self._waiting:
+                return
+
+    def _send_batch(self, batch: Sequence[Span]) -> None:
+        try:
+            taken = self._send(batch)
+        except Exception:  # a defect costs spans, and not the spans after them
+            taken = False
+            if not self._refused:
+                log.exception("spans could not be sent")
+        if not taken:
+            self.dropped += len(batch)
+            if not self._refused:
+                log.warning("the collector does not take spans; they are dropped until it does")
+        elif self._refused:
+            log.info("the collector takes spans again; %d were dropped so far", self.dropped)
+        self._refused = not taken
+
+
+@contextmanager
+def open_exporter(endpoint: str, service: str, node: str = "") -> Iterator[SpanExporter]:
+    """`endpoint`: the collector's URL, such as http://localhost:4318; empty: that of OpenTelemetry's
+    variables. `service` and `node` tell the collector which process has made the spans. On exit,
+    the remaining spans are sent within a bound. InputError when the endpoint is not a URL, or
+    without the extra."""
+    url = traces_url(endpoint) if endpoint else None
+    if (missing := missing_package()) is not None:
+        raise InputError(f"exporting spans needs {missing}", where="--otlp-endpoint", fix=_FIX)
+    from prfaas.tracing.otlp_sender import OtlpSender
+
+    sender = OtlpSender(url, service, node)
+    exporter = BatchingExporter(sender.send)
+    try:
+        yield exporter
+    finally:
+        in_time = exporter.close(FLUSH_S)
+        sender.close()  # ends a wait for the collector
+        if not in_time and not exporter.close(END_S):
+            log.warning("the last spans were not sent: the collector did not answer in time")
+
+
+def chosen_exporter(
+    option: str | None, service: str, node: str = ""
+) -> AbstractContextManager[SpanExporter | None]:
+    """The exporter to the endpoint that the operator has chosen: `option`, or else that of
+    OpenTelemetry's variables, or else none. These variables may be meant for other programs:
+    without the extra, they make one warning, and the option is an InputError."""
+    if option is not None:
+        return open_exporter(option, service, node)
+    if not environment_has_endpoint(os.environ):
+        return nullcontext(None)
+    if (missing := missing_package()) is not None:
+        log.warning("spans are not exported, because this needs %s; %s", missing, _FIX)
+        return nullcontext(None)
+    return open_exporter("", service, node)
+
+
+def environment_has_endpoint(environment: Mapping[str, str]) -> bool:
+    """Whether OpenTelemetry's variables name a collector, and do not switch its libraries off."""
+    disabled = environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+    return not disabled and any(environment.get(name) for name in ENDPOINT_VARIABLES)
+
+
+def missing_package() -> str | None:
+    """A package of the extra that cannot be imported; None: the extra is there."""
+    try:
+        import prfaas.tracing.otlp_sender  # noqa: F401
+    except ModuleNotFoundError as error:
+        return error.name
+    return None
+
+
+def traces_url(endpoint: str) -> str:
+    """The URL that spans are posted to. Operators give the collector's address, or all of it."""
+    try:
+        url = urlsplit(endpoint)
+        known = url.scheme in ("http", "https") and bool(url.hostname)
+    except ValueError:
+        known = False
+    if not known:
+        raise InputError(
+            f"{endpoint!r} is not a URL",
+            where="--otlp-endpoint",
+            fix="give the collector's address for OTLP over HTTP, such as http://localhost:4318",
+        )
+    base = endpoint.rstrip("/")
+    return base if base.endswith(_TRACES) else base + _TRACES
