@@ -15,7 +15,6 @@ import click
 import uvloop
 
 from prfaas.cli.shared_options import (
-    configure_logging,
     log_format_option,
     log_level_option,
     otlp_endpoint_option,
@@ -45,6 +44,7 @@ from prfaas.node.process import KvdAddress, NodeCredentials, NodeSettings, run_n
 from prfaas.security.exposure import Protection, is_loopback, refuse_exposure
 from prfaas.security.reload import defer_hangup
 from prfaas.security.tls import load_identity
+from prfaas.service.logging import LogFormat, configure_logging
 from prfaas.text import load_tokenizer
 
 _DEFAULTS = NodeSection()
@@ -110,7 +110,7 @@ def node(
     accelerator: str | None,
     otlp_endpoint: str | None,
     log_level: str,
-    log_format: str,
+    log_format: LogFormat,
     kvd_options: tuple[str, ...],
 ) -> None:
     """Serve a model with vLLM's API: completions, chats, /metrics, KV events; prefill or decode.

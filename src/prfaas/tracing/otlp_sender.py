@@ -34,7 +34,7 @@ class OtlpSender:
         about = {"service.name": service, "service.version": __version__}
         if node:
             about["service.instance.id"] = node
-        self._resource = Resource.create(about)
+        self.resource = Resource.create(about)
         try:
             self._exporter = OTLPSpanExporter(endpoint=url)
         except ValueError as error:
@@ -47,7 +47,7 @@ class OtlpSender:
     def send(self, spans: Sequence[Span]) -> bool:
         """Whether the collector has taken them. Tries for as long as the variables allow (10 s by
         default)."""
-        readable = [readable_span(span, self._resource) for span in spans]
+        readable = [readable_span(span, self.resource) for span in spans]
         return self._exporter.export(readable) is SpanExportResult.SUCCESS
 
     def close(self) -> None:

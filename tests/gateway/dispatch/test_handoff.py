@@ -103,6 +103,7 @@ async def case(limits: GatewaySection = DEFAULTS) -> AsyncIterator[Case]:
         copies = PrefixCopies(fleet, http, background_calls, clock)
         hand_offs = HandOffs(fleet, http, background_calls, copies, clock)
         request, trace = gateway_request(prompt(LONG)), RequestTrace(clock.now())
+        trace.begin_attempt(booking.route, clock.now())
         await kvd.script(OPEN, GRANT)
         await kvd.script(ABORT, status("failed"))
         yield Case(clock, fleet, kvd, node, hand_offs, booking, request, trace)

@@ -31,21 +31,30 @@ class RequestObserver(Protocol):
 
 class RequestLog:
     def __init__(
-        self, metrics: ApiMetrics, clock: Clock, observer: RequestObserver | None = None
+        self,
+        metrics: ApiMetrics,
+        clock: Clock,
+        observer: RequestObserver | None = None,
+        *,
+        samples: bool = False,
     ) -> None:
+        """`samples`: the spans of every request are exported."""
         self.metrics = metrics
+        self._samples = samples
         self._clock = clock
         self._observer = observer
 
-    def new_trace(self) -> RequestTrace:
-        """Of one prompt of a list, which is about to be routed."""
-        return RequestTrace(self._clock.now())
+    def now(self) -> float:
+        return self._clock.now()
 
     @contextmanager
-    def record(self, request_id: str, path: str, tenant: str) -> Iterator[RequestRecord]:
+    def record(
+        self, request_id: str, path: str, tenant: str, traceparent: str | None = None
+    ) -> Iterator[RequestRecord]:
         """The record of a request that has arrived. Leaving the block logs and counts the request;
-        the exception that leaves it determines the outcome."""
-        record = RequestRecord(request_id, path, tenant, RequestTrace(self._clock.now()))
+        the exception that leaves it determines the outcome. `traceparent`: the client's header."""
+        trace = RequestTrace.begin(self._clock.now(), traceparent, samples=self._samples)
+        record = RequestRecord(request_id, path, tenant, trace)
         self.metrics.in_flight.inc()
         if self._observer is not None:
             self._observer.begin(record)
@@ -90,6 +99,7 @@ def _fields(record: RequestRecord, outcome: str, error_text: str, now_s: float) 
     first_s = trace.first_token_s if record.stream else None
     fields: dict[str, Any] = {
         "id": record.id,
+        "trace_id": trace.context.trace_id,
         "path": record.path,
         "outcome": outcome,
         "route": record.route,
