@@ -162,5 +162,7 @@ class SlowDeployment:
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        while not await condition():
+        while True:
+            if await condition():
+                return
             await asyncio.sleep(LOOK_S)
