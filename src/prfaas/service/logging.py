@@ -1,7 +1,8 @@
 """The log of a service, on standard error: lines for people, or one JSON object per line.
 
-Processes configure it where they begin: the CLI, and worker processes. A module logs with `logging.getLogger(__name__)`, and adds fields for
-programs with `extra=with_fields(...)`; the JSON format has them beside the message:
+A process configures it where it begins: in the CLI, or in the main function of a worker process. A
+module logs with `logging.getLogger(__name__)`, and adds fields for programs with
+`extra=with_fields(...)`; the JSON format has them beside the message:
 
     {"time":"2026-11-18T07:06:12.345Z","level":"info","logger":"prfaas.gateway.fleet.fleet",
      "message":"pd-0 of pd joined at http://10.0.0.1:7080","event":"member","node":"pd-0",...}
