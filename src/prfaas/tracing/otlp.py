@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from prfaas.errors import InputError
 from prfaas.tracing.recorder import SpanExporter
-from prfaas.tracing.spans import Span
+from prfaas.tracing.spans import Service, Span
 
 log = logging.getLogger(__name__)
 
@@ -118,19 +118,19 @@ def open_exporter(endpoint: str, service: str, node: str = "") -> Iterator[SpanE
 
 
 def chosen_exporter(
-    option: str | None, service: str, node: str = ""
+    option: str | None, service: Service, node: str = ""
 ) -> AbstractContextManager[SpanExporter | None]:
     """The exporter to the endpoint that the operator has chosen: `option`, or else that of
-    OpenTelemetry's variables, or else none. These variables may be meant for other programs:
+    OpenTelemetry's variables, or else none. The collector knows a kvd as `prfaas-kvd`. These variables may be meant for other programs:
     without the extra, they make one warning, and the option is an InputError."""
     if option is not None:
-        return open_exporter(option, service, node)
+        return open_exporter(option, f"prfaas-{service}", node)
     if not environment_has_endpoint(os.environ):
         return nullcontext(None)
     if (missing := missing_package()) is not None:
         log.warning("spans are not exported, because this needs %s; %s", missing, _FIX)
         return nullcontext(None)
-    return open_exporter("", service, node)
+    return open_exporter("", f"prfaas-{service}", node)
 
 
 def environment_has_endpoint(environment: Mapping[str, str]) -> bool:
