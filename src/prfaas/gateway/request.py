@@ -24,7 +24,6 @@ from prfaas.tracing.context import TraceContext, new_trace, parse_traceparent
 from prfaas.tracing.spans import Span
 from prfaas.types import Form
 
-
 # Attempts of one request that are kept. A request that finds the decode nodes full makes many.
 MOST_COURSES = 32
 

@@ -7,9 +7,9 @@ shifted, as a whole, until its server spans lie within the gateway's calls:
     kvd            |-- kvd grant --|    =>   end + shift        <=  end of the call
                    └── shift ──┘
 
-Where several calls are known, the shortest bounds the shift best. A host without a server span, such
-as that of a kvd that only sends, is shifted only where its spans would begin before the spans that
-caused them, or end after the request.
+Where several calls are known, the shortest bounds the shift best. A host without a server span,
+such as that of a kvd that only sends, is shifted only where its spans would begin before the spans
+that caused them, or end after the request.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from prfaas.tracing.spans import Span
+
+# A server may end its span a moment after the client has the last byte. So much is no evidence that
+# the clocks differ, and is corrected by no more than that.
+JITTER_S = 0.005
 
 
 def join_spans(own: Sequence[Span], collected: Sequence[Span]) -> list[Span]:
@@ -51,6 +55,9 @@ def find_shift_s(own: Mapping[str, Span], spans: Sequence[Span]) -> float:
         return _loose_shift_s(own, spans)
     if least_s <= 0.0 <= most_s:
         return 0.0
+    nearest_s = least_s if least_s > 0.0 else most_s
+    if least_s <= most_s and abs(nearest_s) <= JITTER_S:
+        return nearest_s
     # Also where a server span is longer than its call: then it begins before and ends after it.
     return (least_s + most_s) / 2
 
