@@ -157,7 +157,7 @@ def test_the_environment_chooses_an_endpoint_too() -> None:
 
 
 def test_without_an_endpoint_nothing_is_exported() -> None:
-    with chosen_exporter(None, "prfaas-kvd") as exporter:
+    with chosen_exporter(None, "kvd") as exporter:
         assert exporter is None
 
 
@@ -165,7 +165,7 @@ def test_without_the_extra_the_option_is_an_error_with_the_fix(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(otlp, "missing_package", lambda: "opentelemetry")
-    with pytest.raises(InputError) as refused, chosen_exporter("http://x", "prfaas-kvd"):
+    with pytest.raises(InputError) as refused, chosen_exporter("http://x", "kvd"):
         pass
     message = str(refused.value)
     assert "--otlp-endpoint" in message and "pip install 'prfaas[otel]'" in message
@@ -176,7 +176,7 @@ def test_without_the_extra_the_environment_makes_one_warning(
 ) -> None:
     monkeypatch.setattr(otlp, "missing_package", lambda: "opentelemetry")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://localhost:4318")
-    with chosen_exporter(None, "prfaas-kvd") as exporter:
+    with chosen_exporter(None, "kvd") as exporter:
         assert exporter is None
     (warning,) = caplog.records
     assert warning.levelname == "WARNING" and "prfaas[otel]" in warning.getMessage()
@@ -220,7 +220,7 @@ def test_the_variables_for_headers_and_endpoints_apply(monkeypatch: pytest.Monke
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-tenant=ours")
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")
-        with chosen_exporter(None, "prfaas-node", "east-1") as exporter:
+        with chosen_exporter(None, "node", "east-1") as exporter:
             assert exporter is not None
             exporter.export(span(7))
         (found,) = receiver.spans

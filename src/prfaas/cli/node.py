@@ -46,6 +46,7 @@ from prfaas.security.reload import defer_hangup
 from prfaas.security.tls import load_identity
 from prfaas.service.logging import LogFormat, configure_logging
 from prfaas.text import load_tokenizer
+from prfaas.tracing.otlp import check_endpoint
 
 _DEFAULTS = NodeSection()
 _LOG = logging.getLogger(__name__)
@@ -158,6 +159,8 @@ def node(
             where="--kvd",
             fix="give these options to the running kvd",
         )
+    if section.otlp_endpoint is not None:
+        check_endpoint(section.otlp_endpoint)  # now, because loading a model takes minutes
     configure_logging(log_level, log_format)
     defer_hangup()  # loading a model takes minutes
     limit_heap_growth()

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from prfaas.errors import InputError
 from prfaas.tracing.recorder import SpanExporter
-from prfaas.tracing.spans import Span
+from prfaas.tracing.spans import Service, Span
 
 log = logging.getLogger(__name__)
 
@@ -101,9 +101,7 @@ def open_exporter(endpoint: str, service: str, node: str = "") -> Iterator[SpanE
     variables. `service` and `node` tell the collector which process has made the spans. On exit,
     the remaining spans are sent within a bound. InputError when the endpoint is not a URL, or
     without the extra."""
-    url = traces_url(endpoint) if endpoint else None
-    if (missing := missing_package()) is not None:
-        raise InputError(f"exporting spans needs {missing}", where="--otlp-endpoint", fix=_FIX)
+    url = check_endpoint(endpoint) if endpoint else None
     from prfaas.tracing.otlp_sender import OtlpSender
 
     sender = OtlpSender(url, service, node)
@@ -118,19 +116,20 @@ def open_exporter(endpoint: str, service: str, node: str = "") -> Iterator[SpanE
 
 
 def chosen_exporter(
-    option: str | None, service: str, node: str = ""
+    option: str | None, service: Service, node: str = ""
 ) -> AbstractContextManager[SpanExporter | None]:
     """The exporter to the endpoint that the operator has chosen: `option`, or else that of
     OpenTelemetry's variables, or else none. These variables may be meant for other programs:
-    without the extra, they make one warning, and the option is an InputError."""
+    without the extra, they make one warning, and the option is an InputError. The collector knows
+    a kvd as `prfaas-kvd`, and so on."""
     if option is not None:
-        return open_exporter(option, service, node)
+        return open_exporter(option, f"prfaas-{service}", node)
     if not environment_has_endpoint(os.environ):
         return nullcontext(None)
     if (missing := missing_package()) is not None:
         log.warning("spans are not exported, because this needs %s; %s", missing, _FIX)
         return nullcontext(None)
-    return open_exporter("", service, node)
+    return open_exporter("", f"prfaas-{service}", node)
 
 
 def environment_has_endpoint(environment: Mapping[str, str]) -> bool:
@@ -146,6 +145,15 @@ def missing_package() -> str | None:
     except ModuleNotFoundError as error:
         return error.name
     return None
+
+
+def check_endpoint(endpoint: str) -> str:
+    """The URL that spans are posted to. InputError as that of `open_exporter`, for a process that
+    loads a model first."""
+    url = traces_url(endpoint)
+    if (missing := missing_package()) is not None:
+        raise InputError(f"exporting spans needs {missing}", where="--otlp-endpoint", fix=_FIX)
+    return url
 
 
 def traces_url(endpoint: str) -> str:
