@@ -195,7 +195,9 @@ async def check_followed(traced: Traced, asked: Asked, spans: list[ReceivedSpan]
     followed = await traced.followed(asked)
     assert followed.missing == () and followed.request.trace_id == asked.caller.trace_id
     exported = {(one.name, one.span_id, one.parent_id, one.service) for one in spans}
-    kept = {(one.name, one.span_id, one.parent_id, f"prfaas-{one.service}") for one in followed.spans}
+    kept = {
+        (one.name, one.span_id, one.parent_id, f"prfaas-{one.service}") for one in followed.spans
+    }
     assert kept == exported
     assert followed.request.ttft_s == pytest.approx(
         the(spans, names.REQUEST).attributes[names.TTFT], abs=1e-6

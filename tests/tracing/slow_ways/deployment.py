@@ -39,8 +39,8 @@ from tests.waiting import HANG_S, PATIENCE_S
 
 CASE_STUDY = Path(__file__).parents[3] / "configs" / "case_study.toml"
 FAR, NEAR = "prfaas", "pd"
-TIME, BYTES, OUTPUT = 0.25, 0.002, 0.02
-SLOTS = 2  # sequences that a node decodes together
+TIME, BYTES, OUTPUT = 0.25, 0.002, 0.25
+SLOTS = 20  # sequences that a node near decodes together, as its profile has them
 LONG = 24 * 1024  # tokens: far-0 prefills them in about half a second
 OUTPUT_TOKENS = 2
 LOOK_S = 0.05  # between two looks
@@ -56,8 +56,9 @@ def planned(folder: Path, time: float = TIME) -> LaunchPlan:
     small = msgspec.structs.replace(whole, clusters=clusters, scheduler=rules)
     options = LaunchOptions("emulated", Scales(time, BYTES, OUTPUT))
     plan = prepare_launch(small, CASE_STUDY, options, folder)
-    slots = ("--set", f"node.max_running={SLOTS}")
-    return replace(plan, engines=replace(plan.engines, options=slots))
+    # A pool keeps the state at a prompt's end only, and none at intervals before it.
+    states = ("--set", "kvd.checkpoints=last")
+    return replace(plan, engines=replace(plan.engines, options=states))
 
 
 @asynccontextmanager
@@ -95,10 +96,13 @@ class SlowDeployment:
 
     # Requests -------------------------------------------------------------------------------------
 
-    def body(self, *parts: tuple[str, int], output_tokens: int = OUTPUT_TOKENS) -> bytes:
+    def body(
+        self, *parts: tuple[str, int], output_tokens: int = OUTPUT_TOKENS, choices: int = 1
+    ) -> bytes:
         """A prompt of parts: a name, which fixes the tokens, and how many of them."""
         text = self._prompts.text([PromptPart(name.encode(), tokens) for name, tokens in parts])
-        return RequestTemplate(self.model).body(text, output_tokens)
+        body = json.loads(RequestTemplate(self.model).body(text, output_tokens))
+        return json.dumps({**body, "n": choices, "temperature": float(choices > 1)}).encode()
 
     async def ask(self, body: bytes, at: Target | None = None) -> TimedResponse:
         answer = await (at or self.target).complete(body, HANG_S)
@@ -119,13 +123,12 @@ class SlowDeployment:
         found = await self.get(f"{REQUESTS_PATH}/{kept['latest'][0]['id']}")
         return msgspec.convert(found, FollowedRequest)
 
-    async def first_cause(self, request_id: str) -> str:
-        """As the command prints it."""
-        traced = await self._run("trace", request_id, "--json")
-        causes = json.loads(traced)["causes"]
-        printed = await self._run("trace", request_id)
-        assert causes[0]["text"] in " ".join(printed.split()), "the waterfall ends with the causes"
-        return str(causes[0]["kind"])
+    async def check_cause(self, answer: TimedResponse, kind: str) -> None:
+        """The cause that the command names first, as JSON and below the waterfall."""
+        printed = await self._run("trace", answer.request_id)
+        traced = json.loads(await self._run("trace", answer.request_id, "--json"))
+        assert traced["causes"][0]["kind"] == kind, printed
+        assert f"{kind}: " in printed
 
     async def _run(self, *arguments: str) -> str:
         command = [sys.executable, "-m", "prfaas", *arguments, "--gateway", self.live.gateway_url]

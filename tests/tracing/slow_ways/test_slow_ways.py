@@ -39,7 +39,7 @@ def test_a_cold_cache(stage: Stage) -> None:
     async def run() -> None:
         async with stage.hosts.gateway() as live:
             answer = await live.ask(live.body(("cold", 2 * LONG)))
-            assert await live.first_cause(answer.request_id) == "cold cache"
+            await live.check_cause(answer, "cold cache")
 
     stage.run(run())
 
@@ -54,7 +54,7 @@ def test_a_lost_state(stage: Stage) -> None:
             await live.ask(before)
             await until(lambda: is_cached(live, before))
             answer = await live.ask(live.body(("common", 2 * LONG), ("other end", SHORT)))
-            assert await live.first_cause(answer.request_id) == "lost state"
+            await live.check_cause(answer, "lost state")
 
     async def is_cached(live: SlowDeployment, body: bytes) -> bool:
         url = f"{live.live.gateway_url}/prfaas/v1/explain"
@@ -72,7 +72,7 @@ def test_a_slow_prefill(stage: Stage, tmp_path: Path) -> None:
         fast = planned(tmp_path, TIME / 8).deployment
         async with stage.hosts.gateway(fast) as live:
             answer = await live.ask(live.body(("slow", 2 * LONG)))
-            assert await live.first_cause(answer.request_id) == "slow prefill"
+            await live.check_cause(answer, "slow prefill")
 
     stage.run(run())
 
@@ -83,7 +83,7 @@ def test_a_full_queue(stage: Stage) -> None:
             bodies = [live.body((f"queue {n}", LONG)) for n in range(6)]
             answers = await asyncio.gather(*map(live.ask, bodies))
             slowest = max(answers, key=lambda answer: answer.ttft_s)
-            assert await live.first_cause(slowest.request_id) == "full queue"
+            await live.check_cause(slowest, "full queue")
 
     stage.run(run())
 
@@ -97,7 +97,7 @@ def test_a_slow_link(stage: Stage) -> None:
                 answer = await live.ask(live.body(("slow link", LONG)))
             finally:
                 live.relay.write_line(f"gbps {wan.gbps:g}")
-            assert await live.first_cause(answer.request_id) == "slow link"
+            await live.check_cause(answer, "slow link")
 
     stage.run(run())
 
@@ -111,7 +111,7 @@ def test_a_cut_link(stage: Stage) -> None:
                 answer = await live.ask(live.body(("cut link", LONG)))
             finally:
                 live.relay.write_line("restore")
-            assert await live.first_cause(answer.request_id) == "cut link"
+            await live.check_cause(answer, "cut link")
 
     stage.run(run())
 
@@ -123,15 +123,17 @@ def test_a_busy_decode_node(stage: Stage) -> None:
         async with stage.hosts.gateway() as live:
             name = await live.with_role("decode")
             async with live.directly(name) as node:
-                begun = [asyncio.Event() for _ in range(SLOTS)]
-                body = live.body(("busy", SHORT), output_tokens=200)
-                filling = [
-                    asyncio.create_task(node.complete(body, on_tokens=event.set)) for event in begun
-                ]
-                await asyncio.gather(*(event.wait() for event in begun))
+                filled = live.body(("busy", SHORT), output_tokens=300, choices=SLOTS)
+                filling = asyncio.create_task(node.complete(filled))
+                await until(lambda: decodes(live, name, SLOTS))
                 answer = await live.ask(live.body(("waits", LONG // 4)))
-                await asyncio.gather(*filling)
-            assert await live.first_cause(answer.request_id) == "busy decode"
+                await filling
+            await live.check_cause(answer, "busy decode")
+
+    async def decodes(live: SlowDeployment, name: str, sequences: int) -> bool:
+        clusters = (await live.live.state())["clusters"]
+        nodes = {node["node"]: node for cluster in clusters for node in cluster["nodes"]}
+        return bool(nodes[name]["running"] >= sequences)
 
     stage.run(run())
 
@@ -141,7 +143,7 @@ def test_a_retry(stage: Stage) -> None:
 
     async def run() -> None:
         async with stage.hosts.gateway() as live, live.directly(FAR_NODE) as node:
-            others = [live.body((f"other {n}", 2 * LONG)) for n in range(8)]
+            others = [live.body((f"other {n}", 3 * LONG), output_tokens=1) for n in range(10)]
             occupying = [asyncio.create_task(node.complete(body)) for body in others]
             asking = asyncio.create_task(live.ask(live.body(("retried", LONG // 4))))
             found: list[FollowedRequest] = []
@@ -167,7 +169,7 @@ def test_a_retry(stage: Stage) -> None:
             for task in occupying:
                 task.cancel()
             await asyncio.gather(*occupying, return_exceptions=True)
-            assert await live.first_cause(answer.request_id) == "retry"
+            await live.check_cause(answer, "retry")
 
     stage.run(run())
 
@@ -183,7 +185,7 @@ def test_a_big_body(stage: Stage) -> None:
                 async with connect(f"http://{relay.address}", MonotonicClock()) as target:
                     body = live.body(("big", SHORT)) + b" " * 500_000
                     answer = await live.ask(body, target)
-            assert await live.first_cause(answer.request_id) == "big body"
+            await live.check_cause(answer, "big body")
 
     stage.run(run())
 
@@ -197,7 +199,7 @@ def test_a_hung_node(stage: Stage) -> None:
             live.node(FAR_NODE).freeze()
             try:
                 answer = await live.ask(live.body(("hung", LONG // 4)))
-                assert await live.first_cause(answer.request_id) == "hung node"
+                await live.check_cause(answer, "hung node")
             finally:
                 live.node(FAR_NODE).thaw()
 
