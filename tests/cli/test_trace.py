@@ -169,7 +169,7 @@ def test_the_waterfall_fits_a_terminal_without_colours(width: int) -> None:
     body = printed.splitlines()[3:]  # ids and routes are not cut: a terminal wraps them
     assert max(map(len, body)) <= width
     (row,) = [line for line in body if "node request" in line]
-    assert "█" in row and "1.7 s" in row
+    assert "█" in row and "1.70 s" in row
 
 
 def test_a_terminal_without_unicode_gets_ascii() -> None:

@@ -13,6 +13,7 @@ from prfaas.gateway.dispatch.handoff import AttemptFailed
 from prfaas.gateway.fleet.liveness import FellSilent
 from prfaas.tracing.diagnosis import find_causes
 from prfaas.tracing.prefill_time import PrefillTime, split_prefill
+from prfaas.tracing.sentences import duration
 from prfaas.tracing.spans import (
     ATTEMPT,
     BACK_OFF,
@@ -131,8 +132,19 @@ def test_a_body_that_arrives_slowly() -> None:
     spans.add(TOKENIZE, 4.0, 4.5, root)
     found = first(spans, summary(ttft_s=5.0))
     assert found == Cause(
-        "big body", 4.5, "The body took 4 s to arrive and 500 ms to be tokenised."
+        "big body", 4.5, "The body took 4.00 s to arrive and 500 ms to be tokenised."
     )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        *[(0.0, "0.00 ms"), (0.00033, "0.33 ms"), (0.0123, "12.3 ms"), (0.9994, "999 ms")],
+        *[(0.99999, "1.00 s"), (1.0, "1.00 s"), (12.34, "12.3 s"), (123.4, "123 s")],
+    ],
+)
+def test_durations_have_three_digits(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
 
 
 def test_a_wait_at_the_gateway_and_one_at_the_engine_are_one_cause() -> None:
@@ -146,7 +158,7 @@ def test_a_wait_at_the_gateway_and_one_at_the_engine_are_one_cause() -> None:
     spans.add(NODE_PREFILL, 4.9, 5.0, call, service="node", node="pd-1")
     found = first(spans, summary(ttft_s=5.0, prefill="pd-1"))
     assert found.kind == "full queue" and found.seconds == pytest.approx(4.8)
-    assert "2 s at the gateway" in found.text and "2.8 s in the queue" in found.text
+    assert "2.00 s at the gateway" in found.text and "2.80 s in the queue" in found.text
     assert "pd-1" in found.text
 
 

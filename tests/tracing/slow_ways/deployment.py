@@ -82,7 +82,10 @@ class SlowHosts:
             launched_gateway(self.hosts, made, options) as live,
             connect(live.gateway_url, MonotonicClock()) as target,
         ):
-            yield SlowDeployment(live, target)
+            slow = SlowDeployment(live, target)
+            # A long body starts the processes that tokenise.
+            await slow.explain(slow.body(("warm-up", LONG)))
+            yield slow
 
 
 class SlowDeployment:
@@ -108,6 +111,12 @@ class SlowDeployment:
         answer = await (at or self.target).complete(body, HANG_S)
         assert answer.error is None, answer.error
         return answer
+
+    async def explain(self, body: bytes) -> Any:
+        """Where the request would go now."""
+        url = f"{self.live.gateway_url}/prfaas/v1/explain"
+        http = self.live.http
+        return json.loads(await http.request("POST", url, timeout_s=PATIENCE_S, body=body))
 
     # What is known --------------------------------------------------------------------------------
 
@@ -148,6 +157,12 @@ class SlowDeployment:
 
     def node(self, name: str) -> Child[Any]:
         return self.live.hosts.children.named(name)
+
+    async def load(self, name: str) -> int:
+        """The requests of a node, as the gateway knows them."""
+        clusters = (await self.live.state())["clusters"]
+        nodes = {node["node"]: node for cluster in clusters for node in cluster["nodes"]}
+        return int(nodes[name].get("running", 0)) + int(nodes[name].get("waiting", 0))
 
     async def with_role(self, role: str) -> str:
         """The node near that has this role."""

@@ -10,8 +10,6 @@ import asyncio
 from contextlib import closing
 from pathlib import Path
 
-import aiohttp
-
 from prfaas.clock import MonotonicClock
 from prfaas.config.address import Address, parse_address
 from prfaas.contracts.trace_api import FollowedRequest
@@ -35,10 +33,14 @@ SHORT = 600
 ENOUGH_S = 4.0  # that a fault lasts: a few times the prefill of a long prompt
 
 
+async def has_load(live: SlowDeployment, node: str, requests: int) -> bool:
+    return await live.load(node) >= requests
+
+
 def test_a_cold_cache(stage: Stage) -> None:
     async def run() -> None:
         async with stage.hosts.gateway() as live:
-            answer = await live.ask(live.body(("cold", 2 * LONG)))
+            answer = await live.ask(live.body(("cold", 4 * LONG)))
             await live.check_cause(answer, "cold cache")
 
     stage.run(run())
@@ -57,10 +59,8 @@ def test_a_lost_state(stage: Stage) -> None:
             await live.check_cause(answer, "lost state")
 
     async def is_cached(live: SlowDeployment, body: bytes) -> bool:
-        url = f"{live.live.gateway_url}/prfaas/v1/explain"
-        async with aiohttp.ClientSession() as http, http.post(url, data=body) as response:
-            found = await response.json()
-        return bool(found["chosen"].get("cached_tokens", 0) > LONG)
+        chosen = (await live.explain(body))["chosen"]
+        return bool(chosen.get("cached_tokens", 0) > LONG)
 
     stage.run(run())
 
@@ -71,7 +71,7 @@ def test_a_slow_prefill(stage: Stage, tmp_path: Path) -> None:
     async def run() -> None:
         fast = planned(tmp_path, TIME / 8).deployment
         async with stage.hosts.gateway(fast) as live:
-            answer = await live.ask(live.body(("slow", 2 * LONG)))
+            answer = await live.ask(live.body(("slow", 4 * LONG)))
             await live.check_cause(answer, "slow prefill")
 
     stage.run(run())
@@ -80,7 +80,7 @@ def test_a_slow_prefill(stage: Stage, tmp_path: Path) -> None:
 def test_a_full_queue(stage: Stage) -> None:
     async def run() -> None:
         async with stage.hosts.gateway() as live:
-            bodies = [live.body((f"queue {n}", LONG)) for n in range(6)]
+            bodies = [live.body((f"queue {n}", LONG)) for n in range(8)]
             answers = await asyncio.gather(*map(live.ask, bodies))
             slowest = max(answers, key=lambda answer: answer.ttft_s)
             await live.check_cause(slowest, "full queue")
@@ -125,15 +125,10 @@ def test_a_busy_decode_node(stage: Stage) -> None:
             async with live.directly(name) as node:
                 filled = live.body(("busy", SHORT), output_tokens=300, choices=SLOTS)
                 filling = asyncio.create_task(node.complete(filled))
-                await until(lambda: decodes(live, name, SLOTS))
+                await until(lambda: has_load(live, name, SLOTS))
                 answer = await live.ask(live.body(("waits", LONG // 4)))
                 await filling
             await live.check_cause(answer, "busy decode")
-
-    async def decodes(live: SlowDeployment, name: str, sequences: int) -> bool:
-        clusters = (await live.live.state())["clusters"]
-        nodes = {node["node"]: node for cluster in clusters for node in cluster["nodes"]}
-        return bool(nodes[name]["running"] >= sequences)
 
     stage.run(run())
 
@@ -143,13 +138,15 @@ def test_a_retry(stage: Stage) -> None:
 
     async def run() -> None:
         async with stage.hosts.gateway() as live, live.directly(FAR_NODE) as node:
-            others = [live.body((f"other {n}", 3 * LONG), output_tokens=1) for n in range(10)]
+            others = [live.body((f"other {n}", 3 * LONG), output_tokens=1) for n in range(16)]
             occupying = [asyncio.create_task(node.complete(body)) for body in others]
+            await until(lambda: has_load(live, FAR_NODE, len(others)))
             asking = asyncio.create_task(live.ask(live.body(("retried", LONG // 4))))
             found: list[FollowedRequest] = []
 
             async def has_waited() -> bool:
                 latest = await live.latest()
+                assert not asking.done(), "its prefill waits for those of the others"
                 if latest is None or latest.request.total_s < ENOUGH_S:
                     return False
                 found.append(latest)
