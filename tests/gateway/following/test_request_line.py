@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from prfaas.contracts.openai import Usage
 from prfaas.errors import RequestError
 from prfaas.gateway.api.metrics import ApiMetrics, PromptRecord, RequestRecord
-from prfaas.gateway.api.request_line import MOST_BYTES, fitting
 from prfaas.gateway.api.request_log import RequestLog
+from prfaas.gateway.following.request_line import MOST_BYTES, fitting
 from prfaas.gateway.request import RequestTrace
 from prfaas.launch.request_outcomes import parse_outcome
 from prfaas.service.logging import JsonFormatter
@@ -85,8 +85,7 @@ def test_a_line_is_never_longer(
         filled(record.trace, names)
         record.trace.failures += failures
         record.prompts = [
-            PromptRecord(filled(RequestTrace(0.0), names), 100, Usage(1, 2))
-            for _ in range(prompts)
+            PromptRecord(filled(RequestTrace(0.0), names), 100, Usage(1, 2)) for _ in range(prompts)
         ]
 
     text, as_json = both(logged(fill, error))
