@@ -56,6 +56,12 @@ from gateway import (
 
 MOST_OFF = 1.02  # CPU without a collector; the rest is noise
 MOST_ON = 1.10
+# Every request is handed off, and none waits for a prefill of the predicted length: these nodes
+# answer at once.
+POLICY = """
+[scheduler]
+policy = "remote"
+"""
 
 
 @click.command(help=__doc__)
@@ -140,7 +146,8 @@ def started(folder: Path, before: Path | None) -> Iterator[tuple[dict[str, Targe
             file = folder / f"{name}.toml"
             # One of them plans; the others would change the same nodes' roles.
             plans = "true" if not targets else "false"
-            file.write_text(DEPLOYMENT.format(model=MODEL, port=port, plans=plans, **urls))
+            text = DEPLOYMENT.format(model=MODEL, port=port, plans=plans, **urls)
+            file.write_text(text + POLICY)
             command = ["-m", "prfaas", "gateway", str(file), "--log-level", "error", *more]
             pid = start(name, command, port, requests_of(100)[0], source)
             targets[name] = Target([port], [pid])
