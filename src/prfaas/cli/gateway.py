@@ -12,7 +12,6 @@ import uvloop
 
 from prfaas.cli.gateway_options import SecurityFlags, load_options
 from prfaas.cli.shared_options import (
-    configure_logging,
     log_format_option,
     log_level_option,
     otlp_endpoint_option,
@@ -25,6 +24,7 @@ from prfaas.errors import InputError
 from prfaas.gateway.process import run_gateway
 from prfaas.launch.allocator import BODY_BYTES, limit_heap_growth
 from prfaas.security.reload import defer_hangup
+from prfaas.service.logging import LogFormat, configure_logging
 from prfaas.studies.network_plans import deployment_problem
 from prfaas.types import ClusterId
 
@@ -80,7 +80,7 @@ def gateway(
     record: Path | None,
     otlp_endpoint: str | None,
     log_level: str,
-    log_format: str,
+    log_format: LogFormat,
 ) -> None:
     """Serve /v1/completions and /v1/chat/completions; prefill where it is best, decode locally.
 

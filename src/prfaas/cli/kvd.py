@@ -9,7 +9,6 @@ import click
 import uvloop
 
 from prfaas.cli.shared_options import (
-    configure_logging,
     log_format_option,
     log_level_option,
     otlp_endpoint_option,
@@ -26,6 +25,7 @@ from prfaas.kvd.process import KvdOptions, RunningKvd, serve_kvd
 from prfaas.kvd.store import StoreOptions
 from prfaas.launch.allocator import limit_heap_growth
 from prfaas.security.tls import load_identity
+from prfaas.service.logging import LogFormat, configure_logging
 
 _DEFAULTS = KvdSection()
 _FILE = click.Path(path_type=Path)
@@ -87,7 +87,7 @@ def kvd(
     insecure: bool | None,
     otlp_endpoint: str | None,
     log_level: str,
-    log_format: str,
+    log_format: LogFormat,
 ) -> None:
     """Keep the KV of this host's engines: a prefix pool in shared memory (and on SSD), transfers to
     and from other hosts, an HTTP API for gateways.

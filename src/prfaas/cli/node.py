@@ -15,7 +15,6 @@ import click
 import uvloop
 
 from prfaas.cli.shared_options import (
-    configure_logging,
     log_format_option,
     log_level_option,
     otlp_endpoint_option,
@@ -45,7 +44,9 @@ from prfaas.node.process import KvdAddress, NodeCredentials, NodeSettings, run_n
 from prfaas.security.exposure import Protection, is_loopback, refuse_exposure
 from prfaas.security.reload import defer_hangup
 from prfaas.security.tls import load_identity
+from prfaas.service.logging import LogFormat, configure_logging
 from prfaas.text import load_tokenizer
+from prfaas.tracing.otlp import check_endpoint
 
 _DEFAULTS = NodeSection()
 _LOG = logging.getLogger(__name__)
@@ -110,7 +111,7 @@ def node(
     accelerator: str | None,
     otlp_endpoint: str | None,
     log_level: str,
-    log_format: str,
+    log_format: LogFormat,
     kvd_options: tuple[str, ...],
 ) -> None:
     """Serve a model with vLLM's API: completions, chats, /metrics, KV events; prefill or decode.
@@ -158,6 +159,8 @@ def node(
             where="--kvd",
             fix="give these options to the running kvd",
         )
+    if section.otlp_endpoint is not None:
+        check_endpoint(section.otlp_endpoint)  # now, because loading a model takes minutes
     configure_logging(log_level, log_format)
     defer_hangup()  # loading a model takes minutes
     limit_heap_growth()

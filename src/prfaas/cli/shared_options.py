@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,6 +10,7 @@ import click
 
 from prfaas.errors import ConnectionLost, InputError, PeerError, PeerHttpError
 from prfaas.security.shared_key import SharedKey
+from prfaas.service.logging import FORMATS
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -24,7 +24,7 @@ log_level_option = click.option(
 
 log_format_option = click.option(
     "--log-format",
-    type=click.Choice(["text", "json"]),
+    type=click.Choice(FORMATS),
     default="text",
     show_default=True,
     help="Format of the log: lines of text, or one JSON object per line.",
@@ -88,7 +88,3 @@ def as_input_error(error: PeerError) -> InputError:
     if isinstance(error, PeerHttpError):
         return InputError(f"HTTP {error.status}: {error}")
     return InputError(str(error))
-
-
-def configure_logging(level: str, log_format: str = "text") -> None:
-    logging.basicConfig(level=level.upper(), format="%(asctime)s %(name)s %(message)s")

@@ -70,6 +70,7 @@ from prfaas.kvd.store import Store
 from prfaas.kvd.transfers.incoming import NO_ENGINE, IncomingTransfers
 from prfaas.kvd.transfers.outgoing import OutgoingTransfers
 from prfaas.kvd.transfers.prefix_pull import pull
+from prfaas.kvd.transfers.transfer_spans import transfer_attributes
 from prfaas.security.peers import PeerRules
 from prfaas.security.shared_key import SharedKey, require_key
 from prfaas.service.probes import add_probes
@@ -77,9 +78,9 @@ from prfaas.service.request_body import log_malformed_requests_briefly
 from prfaas.service.stopping import Stopping
 from prfaas.tracing.context import TRACEPARENT
 from prfaas.tracing.recorder import SpanRecorder
-from prfaas.tracing.server_span import ServerSpan, server_span
-from prfaas.tracing.spans import FORM, KVD_GRANT, KVD_PULL, NBYTES, TRANSFER_ID
-from prfaas.types import BlockHash, Compat, Grant, NodeId, NotNow, TransferId
+from prfaas.tracing.server_span import server_span
+from prfaas.tracing.spans import KVD_GRANT, KVD_PULL, NBYTES
+from prfaas.types import BlockHash, Compat, NodeId, NotNow, TransferId
 
 _INCOMPATIBLE = "the engine does not match this kvd"
 _REASON_CHARS = 1_000  # of an abort: statuses and log lines repeat it
@@ -149,26 +150,20 @@ class HttpApi:
 
     async def _open(self, request: web.Request) -> web.Response:
         with server_span(self._recorder, KVD_GRANT, request.headers.get(TRACEPARENT)) as span:
-            return await self._grant(request, span)
-
-    async def _grant(self, request: web.Request, span: ServerSpan) -> web.Response:
-        body = await self._bodies.read(request, OpenTransfer)
-        if (refusal := self._incompatible(body.compat)) is not None:
-            span.error = _INCOMPATIBLE
-            return refusal
-        try:
-            granted = await self._incoming.open_prepared(body, span.parent)
-        except TransferFailed as error:
-            span.error = str(error)
-            return json_response(KvdErrorBody("ended", str(error)), status=409)
-        match granted:
-            case Grant():
-                span.attributes[TRANSFER_ID] = granted.transfer_id
-                span.attributes[NBYTES] = granted.max_bytes
-                span.attributes[FORM] = granted.form or ""
-            case NotNow():
+            body = await self._bodies.read(request, OpenTransfer)
+            if (refusal := self._incompatible(body.compat)) is not None:
+                span.error = _INCOMPATIBLE
+                return refusal
+            try:
+                granted = await self._incoming.open_prepared(body, span.parent)
+            except TransferFailed as error:
+                span.error = str(error)
+                return json_response(KvdErrorBody("ended", str(error)), status=409)
+            if isinstance(granted, NotNow):
                 span.error = granted.reason
-        return json_response(granted)
+            else:
+                span.attributes.update(transfer_attributes(granted, granted.max_bytes))
+            return json_response(granted)
 
     async def _transfer(self, request: web.Request) -> web.Response:
         transfer_id = TransferId(request.match_info["id"])
@@ -197,21 +192,18 @@ class HttpApi:
 
     async def _pull(self, request: web.Request) -> web.Response:
         with server_span(self._recorder, KVD_PULL, request.headers.get(TRACEPARENT)) as span:
-            return await self._copy(request, span)
-
-    async def _copy(self, request: web.Request, span: ServerSpan) -> web.Response:
-        body = await self._bodies.read(request, PullPrefix)
-        host = urlsplit(parse_peer_url(body.source, "source")).hostname
-        self._peers.check(host or "", "source")
-        if (refusal := self._incompatible(body.compat)) is not None:
-            span.error = _INCOMPATIBLE
-            return refusal
-        pulled = await pull(self._store, self._incoming, self._http, body, span.context)
-        if isinstance(pulled, NotNow):
-            span.error = pulled.reason
-        else:
-            span.attributes[NBYTES] = pulled.granted_bytes
-        return json_response(pulled)
+            body = await self._bodies.read(request, PullPrefix)
+            host = urlsplit(parse_peer_url(body.source, "source")).hostname
+            self._peers.check(host or "", "source")
+            if (refusal := self._incompatible(body.compat)) is not None:
+                span.error = _INCOMPATIBLE
+                return refusal
+            pulled = await pull(self._store, self._incoming, self._http, body, span.context)
+            if isinstance(pulled, NotNow):
+                span.error = pulled.reason
+            else:
+                span.attributes[NBYTES] = pulled.granted_bytes
+            return json_response(pulled)
 
     async def _push(self, request: web.Request) -> web.Response:
         body = await self._bodies.read(request, PushPrefix)

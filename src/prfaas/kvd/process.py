@@ -138,7 +138,7 @@ async def run_kvd(
         events = EventLog(instance=uuid.uuid4().hex)
         store = Store(NodeId(options.node or f"kvd-{data}"), options.store, events, clock)
         exporter = stack.enter_context(
-            chosen_exporter(options.otlp_endpoint, "prfaas-kvd", store.node)
+            chosen_exporter(options.otlp_endpoint, "kvd", store.node)
         )
         recorder = SpanRecorder("kvd", clock, store.node, exporter)
         sending = await _choose_sending(options)

@@ -20,7 +20,11 @@ def record_transfer(
 ) -> None:
     """Records that the transfer has ended now. A grant without a trace is not recorded."""
     parent = parse_traceparent(grant.traceparent)
-    if parent is None:
-        return
-    attributes: dict[str, Value] = {TRANSFER_ID: grant.transfer_id, NBYTES: nbytes, FORM: form}
-    recorder.record(name, parent, began_s, error=error, attributes=attributes)
+    if parent is not None:
+        attributes = transfer_attributes(grant, nbytes, form)
+        recorder.record(name, parent, began_s, error=error, attributes=attributes)
+
+
+def transfer_attributes(grant: Grant, nbytes: int, form: Form | None = None) -> dict[str, Value]:
+    """`form`: None: that of the grant."""
+    return {TRANSFER_ID: grant.transfer_id, NBYTES: nbytes, FORM: form or grant.form or ""}
