@@ -24,7 +24,7 @@ from prfaas.tracing.spans import (
     Span,
 )
 from prfaas.types import Grant, NotNow, TransferId
-from tests.kvd.hosts import COMPAT, Host, begun, fill, kvd, names, prompt_of
+from tests.kvd.hosts import COMPAT, SPEC, Host, begun, fill, kvd, names, prompt_of
 from tests.tracing.otlp_receiver import receiver_thread
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -74,11 +74,12 @@ def test_a_hand_off_has_a_span_at_each_kvd(pair: tuple[Host, Host]) -> None:
     granted, received = spans_of(there, trace)
     (sent,) = spans_of(here, trace)
     assert [granted.name, received.name, sent.name] == [KVD_GRANT, KVD_RECEIVE, KVD_SEND]
+    sent_bytes = SPEC.kv_bytes(len(PROMPT))  # the pages are a little larger
     for span in (granted, received, sent):
         assert span.parent_id == trace.span_id and span.service == "kvd" and not span.error
         assert span.attributes == {
             TRANSFER_ID: grant.transfer_id,
-            NBYTES: grant.max_bytes,
+            NBYTES: sent_bytes if span is sent else grant.max_bytes,
             FORM: "canonical",
         }
         assert span.start_s <= span.end_s

@@ -9,7 +9,9 @@ import msgspec
 import pytest
 
 from prfaas.contracts.trace_api import TRACES_PATH, ProcessSpans
+from prfaas.engine.api import Sampling
 from prfaas.engine.emulated.pace import Scales
+from prfaas.node.job_builder import TokenizedRequest
 from prfaas.node.request_runner import ActiveRequest
 from prfaas.node.request_spans import TRACED_CHOICES, Step, steps
 from prfaas.tracing.context import TRACEPARENT, TraceContext, new_trace
@@ -70,7 +72,7 @@ async def test_a_request_has_its_steps_below_it(stream: bool) -> None:
     )
     assert {span.parent_id for span in found} == {request.span_id}
     for before, after in zip(found, found[1:], strict=False):
-        assert before.end_s <= after.start_s + 1e-9
+        assert before.end_s <= after.start_s + 1e-6
     assert request.start_s <= found[0].start_s and found[-1].end_s <= request.end_s
     assert not any(span.error for span in (*found, request))
     attributes = dict(request.attributes)
@@ -102,11 +104,11 @@ async def test_a_refused_request_has_the_reason() -> None:
     trace = new_trace(sampled=False)
     params = {"do_remote_decode": True, "grant": GRANT}
     async with node_server() as node:
-        assert await post(node, trace, prompt=PROMPT, temperature=-1.0) == 400
+        assert await post(node, trace, prompt=PROMPT, max_tokens="x") == 400
         status = await post(node, trace, prompt=PROMPT, max_tokens=1, kv_transfer_params=params)
         assert status == 503
         malformed, lease, handoff = await wait_for_spans(node, trace, 3)
-    assert malformed.name == handoff.name == NODE_REQUEST and "temperature" in malformed.error
+    assert malformed.name == handoff.name == NODE_REQUEST and "max_tokens" in malformed.error
     assert lease.name == NODE_LEASE and "no kvd here" in lease.error
     assert handoff.error == lease.error and handoff.attributes["prfaas.transfer.id"] == "t-1"
 
@@ -145,7 +147,8 @@ async def test_a_request_that_waits_is_in_the_queue() -> None:
 
 
 def choice(**times_s: float) -> ActiveRequest:
-    active = ActiveRequest(None, lambda event: None, 1.0, lambda id: None)  # type: ignore[arg-type]
+    request = TokenizedRequest("id", PROMPT, Sampling())
+    active = ActiveRequest(request, lambda event: None, 1.0, lambda id: None)
     for name, time_s in times_s.items():
         setattr(active, name, time_s)
     return active

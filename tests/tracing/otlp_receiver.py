@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gzip
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -62,9 +61,7 @@ class OtlpReceiver:
             await self._arrived.wait_for(lambda: condition(self.spans))
 
     async def receive(self, request: web.Request) -> web.Response:
-        body = await request.read()
-        if request.headers.get("Content-Encoding") == "gzip":
-            body = gzip.decompress(body)
+        body = await request.read()  # aiohttp has decompressed it
         if self.held is not None:
             await self.held.wait()
         async with self._arrived:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -32,6 +33,7 @@ SCALES = Scales(0.02, 0.002, 0.02)
 PROMPT_TOKENS = 20_000
 REQUESTS = 8
 TTFT_TOLERANCE_S = 0.005
+CLOCK_S = 0.05  # a process may be interrupted while it compares its two clocks
 
 # Every span of an offloaded request: its process, its name and the name of its parent.
 GATEWAY, KVD, NODE = "prfaas-gateway", "prfaas-kvd", "prfaas-node"
@@ -76,7 +78,7 @@ class Traced:
     async def ask(self, seed: int, *, sampled: bool = True) -> Asked:
         """A prompt that no node has seen."""
         caller = new_trace(sampled=sampled)
-        prompt = [(seed * 7919 + at * 31) % 50_000 for at in range(PROMPT_TOKENS)]
+        prompt = random.Random(seed).choices(range(256), k=PROMPT_TOKENS)
         body = json.dumps({"prompt": prompt, "max_tokens": 4, "stream": True}).encode()
         headers = {"Content-Type": "application/json", "traceparent": caller.traceparent}
         began_s = time.monotonic()
@@ -179,14 +181,14 @@ def check_spans(spans: list[ReceivedSpan]) -> None:
     by_id = {span.span_id: span for span in spans}
     for span in spans:
         parent = by_id.get(span.parent_id or "")
-        assert parent is None or parent.start_s <= span.start_s + 1e-6, (parent, span)
+        assert parent is None or parent.start_s <= span.start_s + CLOCK_S, (parent, span)
     prefill = the(spans, names.NODE_PREFILL, PREFILL_NODE)
     assert prefill.attributes[names.INPUT_TOKENS] == PROMPT_TOKENS
     lease = the(spans, names.NODE_LEASE, PREFILL_NODE)
     queue = the(spans, names.NODE_QUEUE, PREFILL_NODE)
     assert lease.end_s <= queue.start_s + 1e-6 and queue.end_s <= prefill.start_s + 1e-6
     assert lease.attributes[names.TRANSFER_ID] == sent.attributes[names.TRANSFER_ID]
-    assert sent.start_s < prefill.end_s <= sent.end_s + 1e-6  # it sends while the engine computes
+    assert sent.start_s - CLOCK_S < prefill.end_s <= sent.end_s + CLOCK_S  # it sends while the engine computes
     assert the(spans, names.NODE_DECODE).attributes[names.OUTPUT_TOKENS] >= 1
 
 

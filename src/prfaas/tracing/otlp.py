@@ -1,6 +1,7 @@
-"""Sends spans to a collector by OTLP over HTTP, on a thread of its own.
+"""Sends spans to a collector by OTLP over HTTP.
 
-    record ──► export: a bounded queue ──► batches, every `GATHER_S` ──► collector
+    record ──► export: a bounded queue ──► a thread: batches, every `GATHER_S` ──► a process that
+    encodes and posts them (`sender_process.py`)
 
 A collector that is slow or down costs spans and never a request: spans beyond `MOST_WAITING` are
 dropped and counted. OpenTelemetry's packages are the extra `otel`; `otlp_sender.py` alone imports
@@ -16,11 +17,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib.util import find_spec
 from typing import Final, TypeAlias
 from urllib.parse import urlsplit
 
 from prfaas.errors import InputError
 from prfaas.tracing.recorder import SpanExporter
+from prfaas.tracing.sender_process import About, SenderProcess
 from prfaas.tracing.spans import Service, Span
 
 log = logging.getLogger(__name__)
@@ -35,7 +38,8 @@ END_S = 1.0  # for the thread to end, after a flush that was not in time
 _TRACES = "/v1/traces"
 _FIX = "install it: pip install 'prfaas[otel]'"
 
-Send: TypeAlias = Callable[[Sequence[Span]], bool]  # whether the collector has taken them
+# Returns why the collector has not taken the spans; empty: it has.
+Send: TypeAlias = Callable[[Sequence[Span]], str]
 
 
 class BatchingExporter:
@@ -48,7 +52,7 @@ class BatchingExporter:
         self._waiting: deque[Span] = deque()
         self._arrived = threading.Event()
         self._closing = threading.Event()
-        self._refused = False  # by the last call of `send`
+        self._refused = False  # the last batch
         self._thread = threading.Thread(target=self._work, name="prfaas-otlp", daemon=True)
         self._thread.start()
 
@@ -80,19 +84,14 @@ class BatchingExporter:
                 return
 
     def _send_batch(self, batch: Sequence[Span]) -> None:
-        try:
-            taken = self._send(batch)
-        except Exception:  # a defect costs spans, and not the spans after them
-            taken = False
-            if not self._refused:
-                log.exception("spans could not be sent")
-        if not taken:
+        problem = self._send(batch)
+        if problem:
             self.dropped += len(batch)
             if not self._refused:
-                log.warning("the collector does not take spans; they are dropped until it does")
+                log.warning("spans are dropped until the collector takes them: %s", problem)
         elif self._refused:
             log.info("the collector takes spans again; %d were dropped so far", self.dropped)
-        self._refused = not taken
+        self._refused = bool(problem)
 
 
 @contextmanager
@@ -102,16 +101,15 @@ def open_exporter(endpoint: str, service: str, node: str = "") -> Iterator[SpanE
     the remaining spans are sent within a bound. InputError when the endpoint is not a URL, or
     without the extra."""
     url = check_endpoint(endpoint) if endpoint else None
-    from prfaas.tracing.otlp_sender import OtlpSender
-
-    sender = OtlpSender(url, service, node)
+    sender = SenderProcess(About(url, service, node))
     exporter = BatchingExporter(sender.send)
     try:
         yield exporter
     finally:
         in_time = exporter.close(FLUSH_S)
         sender.close()  # ends a wait for the collector
-        if not in_time and not exporter.close(END_S):
+        if not in_time:
+            exporter.close(END_S)
             log.warning("the last spans were not sent: the collector did not answer in time")
 
 
@@ -139,11 +137,14 @@ def environment_has_endpoint(environment: Mapping[str, str]) -> bool:
 
 
 def missing_package() -> str | None:
-    """A package of the extra that cannot be imported; None: the extra is there."""
-    try:
-        import prfaas.tracing.otlp_sender  # noqa: F401
-    except ModuleNotFoundError as error:
-        return error.name
+    """A package of the extra that is not installed; None: the extra is there."""
+    for package in ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"):
+        try:
+            found = find_spec(package) is not None
+        except ModuleNotFoundError:  # of a package around it
+            found = False
+        if not found:
+            return package
     return None
 
 

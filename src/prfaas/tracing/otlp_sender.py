@@ -1,9 +1,14 @@
-"""Posts spans to a collector with OpenTelemetry's own exporter. Importing this module needs the extra
-`otel`."""
+"""Posts spans to a collector with OpenTelemetry's own exporter: the process of `sender_process.py`.
+Importing this module needs the extra `otel`."""
 
 from __future__ import annotations
 
+import logging
+import signal
+import sys
+from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import IO
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
@@ -13,8 +18,8 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 from prfaas import __version__
-from prfaas.errors import InputError
-from prfaas.tracing.spans import Kind, Span
+from prfaas.tracing.sender_process import About, Reply, read_message, write_message
+from prfaas.tracing.spans import Kind, Span, shown
 
 _KINDS: Mapping[Kind, SpanKind] = {
     "server": SpanKind.SERVER,
@@ -27,22 +32,13 @@ _FINE = Status(StatusCode.UNSET)
 
 
 class OtlpSender:
-    """`url`: None: the variables of OpenTelemetry name it. Used by one thread; another one may
-    close it."""
-
-    def __init__(self, url: str | None, service: str, node: str) -> None:
-        about = {"service.name": service, "service.version": __version__}
-        if node:
-            about["service.instance.id"] = node
-        self.resource = Resource.create(about)
-        try:
-            self._exporter = OTLPSpanExporter(endpoint=url)
-        except ValueError as error:
-            raise InputError(
-                f"a variable cannot be used: {error}",
-                where="OTEL_EXPORTER_OTLP_*",
-                fix="correct it, or unset it",
-            ) from None
+    def __init__(self, about: About) -> None:
+        """ValueError when a variable of OpenTelemetry cannot be used."""
+        attributes = {"service.name": about.service, "service.version": __version__}
+        if about.node:
+            attributes["service.instance.id"] = about.node
+        self.resource = Resource.create(attributes)
+        self._exporter = OTLPSpanExporter(endpoint=about.url)
 
     def send(self, spans: Sequence[Span]) -> bool:
         """Whether the collector has taken them. Tries for as long as the variables allow (10 s by
@@ -51,8 +47,61 @@ class OtlpSender:
         return self._exporter.export(readable) is SpanExportResult.SUCCESS
 
     def close(self) -> None:
-        """Ends a wait for the collector."""
         self._exporter.shutdown()
+
+
+class LastMessage(logging.Handler):
+    """The library logs why a collector does not take spans. The parent process logs it, once, in
+    its own format."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._messages: deque[str] = deque(maxlen=1)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._messages.append(record.getMessage())
+
+    def take(self) -> str:
+        return self._messages.pop() if self._messages else ""
+
+
+def serve(source: IO[bytes], sink: IO[bytes], messages: LastMessage) -> None:
+    """Until the source ends."""
+    about = read_message(source, About)
+    if about is None:
+        return
+    try:
+        sender = OtlpSender(about)
+    except ValueError as error:
+        write_message(sink, Reply(str(error) or type(error).__name__))
+        return
+    write_message(sink, Reply())
+    try:
+        while (spans := read_message(source, list[Span])) is not None:
+            write_message(sink, Reply(_try(sender, spans, messages)))
+    finally:
+        sender.close()
+
+
+def _try(sender: OtlpSender, spans: Sequence[Span], messages: LastMessage) -> str:
+    try:
+        if sender.send(spans):
+            return ""
+    except Exception as error:  # a defect costs these spans, and not those after them
+        return shown(f"{type(error).__name__}: {error}")
+    return shown(messages.take() or "the collector has refused them")
+
+
+def main() -> None:
+    # These signals also reach the parent, which has spans to send before it ends.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    messages = LastMessage()
+    logging.getLogger().addHandler(messages)
+    try:
+        serve(sys.stdin.buffer, sys.stdout.buffer, messages)
+    except BrokenPipeError:
+        pass  # the parent has ended
 
 
 def readable_span(span: Span, resource: Resource) -> ReadableSpan:
@@ -81,3 +130,7 @@ def _context(trace_id: str, span_id: str, *, is_remote: bool) -> SpanContext:
 
 def _nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
+
+
+if __name__ == "__main__":
+    main()

@@ -115,7 +115,6 @@ def test_what_is_kept_is_bounded(made: Made) -> None:
         record.trace.failures = ["x" * 400] * 10
         made.end(record, "failed", "y" * 500)
     assert len(made.recent.kept()) == len(made.recent.take_new()) == KEPT
-    assert made.recent.find("r0") is None
     found = made.recent.find(f"r{KEPT}")
     assert found is not None and len(found.failures) == 9
     assert all(len(failure) < 400 for failure in found.failures)

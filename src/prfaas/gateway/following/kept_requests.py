@@ -98,14 +98,10 @@ class RequestHistory:
 
     def find(self, name: str) -> KeptRequest | None:
         """The newest request with this id, or with this trace id."""
-        for kept in (
-            *reversed(self.in_progress()),
-            *self._latest,
-            *self._failed,
-            *self.slowest(),
-        ):
-            if name in (kept.record.id, kept.record.trace.context.trace_id):
-                return kept
+        kept = [*reversed(self.in_progress()), *self._latest, *self._failed, *self.slowest()]
+        for each in kept:
+            if name in (each.record.id, each.record.trace.context.trace_id):
+                return each
         return None
 
     def in_progress(self) -> list[KeptRequest]:
