@@ -70,9 +70,7 @@ class OtlpReceiver:
                 self.spans += read_spans(ExportTraceServiceRequest.FromString(body))
             self._arrived.notify_all()
         answer = ExportTraceServiceResponse().SerializeToString()
-        return web.Response(
-            body=answer, status=self.status, content_type="application/x-protobuf"
-        )
+        return web.Response(body=answer, status=self.status, content_type="application/x-protobuf")
 
 
 @asynccontextmanager
