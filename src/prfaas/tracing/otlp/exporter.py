@@ -96,10 +96,10 @@ class BatchingExporter:
 
 @contextmanager
 def open_exporter(endpoint: str, service: str, node: str = "") -> Iterator[SpanExporter]:
-    """`endpoint`: the collector's URL, such as http://localhost:4318; empty: that of OpenTelemetry's
-    variables. `service` and `node` tell the collector which process has made the spans. On exit,
-    the remaining spans are sent within a bound. InputError when the endpoint is not a URL, or
-    without the extra."""
+    """`endpoint`: the collector's URL, such as http://localhost:4318; empty: that of the variables.
+    `service` and `node` tell the collector which process has made the spans. On exit, the remaining
+    spans are sent within a bound. InputError when the endpoint is not a URL, or without the
+    extra."""
     url = check_endpoint(endpoint) if endpoint else None
     sender = SenderProcess(About(url, service, node))
     exporter = BatchingExporter(sender.send)

@@ -47,7 +47,7 @@ class OtlpSender:
         return self._exporter.export(readable) is SpanExportResult.SUCCESS
 
     def close(self) -> None:
-        self._exporter.shutdown()
+        self._exporter.shutdown()  # type: ignore[no-untyped-call]
 
 
 class LastMessage(logging.Handler):
