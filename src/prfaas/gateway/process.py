@@ -114,8 +114,8 @@ async def serving(
     """Serves the API over any backend; yields its URL. `tenants` is also the backend's. `scenes`:
     what the console shows; None: there is no console."""
     section, max_tokens = deployment.gateway, deployment.model.max_tokens
-    recent = None if scenes is None else RecentRequests(clock)
     history = RequestHistory(clock)
+    recent = None if scenes is None else RecentRequests(clock, history)
     observers: list[RequestObserver] = [history, *([] if recent is None else [recent])]
     metrics = ApiMetrics()
     metrics.include(backend.metrics)

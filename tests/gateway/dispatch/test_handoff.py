@@ -146,6 +146,8 @@ async def test_calls_carry_the_context_of_their_spans() -> None:
         copy = CacheCopy(A, F, 640, 1000, 0.1)
         one.booking.route = one.booking.route._replace(copies=(copy,))
         await one.carry_out()
+        (body,) = await one.node.requested(PREFILL)
+        await until(lambda: one.trace.prefilled_s is not None)
         course = one.trace.course
         sent = [
             *(one.kvd.traceparents[OPEN], target.traceparents[PULL]),
@@ -156,7 +158,6 @@ async def test_calls_carry_the_context_of_their_spans() -> None:
             assert call is not None and call.answered_s is not None
             assert header == call.context.traceparent
             assert call.context.trace_id == one.trace.context.trace_id
-        (body,) = await one.node.requested(PREFILL)
         assert body["kv_transfer_params"]["grant"]["traceparent"] == "00-as-it-came"
 
 

@@ -47,7 +47,7 @@ def trace(arrived_s: float = 10.0, **more: Any) -> RequestTrace:
 
 
 def record(made: RequestTrace, name: str = "r", *, stream: bool = True) -> RequestRecord:
-    usage = Usage(prompt_tokens=1000, completion_tokens=7, total_tokens=1007)
+    usage = Usage(prompt_tokens=1000, completion_tokens=7)
     return RequestRecord(name, "/v1/completions", "", made, 1000, usage, stream=stream)
 
 

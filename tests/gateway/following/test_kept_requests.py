@@ -141,7 +141,7 @@ def test_texts_are_bounded(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(60):
         begun = made.begin(f"r{number}")
         begun.trace.failures += ["x" * 1000] * 2
-        made.clock.advance(60.0 - number)
+        made.clock.advance(6.0 - number / 10)
         made.history.end(begun, "failed", "y" * 500, made.clock.now())
     history = made.history
     for found in (history.latest(), history.failed(), history.slowest()):

@@ -45,7 +45,7 @@ from prfaas.gateway.request import GatewayRequest, RequestTrace
 from prfaas.gateway.router import Router
 from prfaas.scheduler.request import Request
 from prfaas.tracing.context import TRACEPARENT
-from prfaas.tracing.spans import LOST, NO_MEMORY, NO_STATE
+from prfaas.tracing.spans import LOST, NO_MEMORY, NO_STATE, SILENT
 from prfaas.types import ClusterId, NodeId
 
 _LOG = logging.getLogger(__name__)
@@ -231,7 +231,7 @@ class Dispatcher:
                     )
                 )
         except FellSilent as error:
-            raise AttemptFailed(str(error), route.decode, silent=True) from None
+            raise AttemptFailed(str(error), route.decode, kind=SILENT) from None
         except PeerError as error:
             if transfer and await self._is_of_another_prompt(request, error, decode, transfer):
                 _LOG.warning(
@@ -264,7 +264,7 @@ class Dispatcher:
             async with self._fleet.liveness.unless_silent(node):
                 await self._field_checks.check(decode, request)
         except FellSilent as error:
-            raise AttemptFailed(str(error), node, silent=True) from None
+            raise AttemptFailed(str(error), node, kind=SILENT) from None
 
     async def _is_of_another_prompt(
         self,

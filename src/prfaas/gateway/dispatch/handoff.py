@@ -74,16 +74,15 @@ class AttemptFailed(Exception):
         decode_only: bool = False,
         no_remainder: bool = False,
         unsent: bool = False,
-        silent: bool = False,
         lost: NodeLoss | None = None,
         kind: str | None = None,
     ) -> None:
-        """`kind`: see `spans.FAILURES`; None: what the other parameters say."""
+        """`kind`: one of `spans.FAILURES`; None: `LOST` or `OTHER`, as `lost` says."""
         super().__init__(reason)
-        self.kind = kind or (SILENT if silent else LOST if lost is not None else OTHER)
+        self.kind = kind or (OTHER if lost is None else LOST)
         self.avoid = avoid
         self.unsent = unsent  # no node has received the request: nothing was computed
-        self.silent = silent  # a node has fallen silent
+        self.silent = kind == SILENT  # a node has fallen silent
         self.lost = lost  # the connection to a node has broken
         self.prefill = prefill  # the prefill or its hand-off failed
         self.decode_only = decode_only  # the decode engine has to prefill the request as well
@@ -181,7 +180,7 @@ class HandOff:
                 return await self._carry_out(request, prompt, trace)
         except FellSilent as error:
             prefill = error.node == route.prefill
-            raise AttemptFailed(str(error), error.node, prefill=prefill, silent=True) from None
+            raise AttemptFailed(str(error), error.node, prefill=prefill, kind=SILENT) from None
 
     async def _carry_out(
         self, request: GatewayRequest, prompt: PromptHashes, trace: RequestTrace

@@ -3,6 +3,7 @@ every request."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 
@@ -12,6 +13,8 @@ from prfaas.gateway.api.request_log import RequestObserver
 from prfaas.gateway.following.kept_requests import KeptRequest
 from prfaas.gateway.following.request_spans import request_spans
 from prfaas.tracing.recorder import SpanExporter
+
+_LOG = logging.getLogger(__name__)
 
 
 class RequestExport:
@@ -28,6 +31,7 @@ class RequestExport:
         self._model = model
         self._clock = clock
         self._epoch = epoch
+        self._failed = False  # once: it is logged
 
     def begin(self, record: RequestRecord) -> None:
         pass
@@ -35,10 +39,15 @@ class RequestExport:
     def end(self, record: RequestRecord, outcome: str, error_text: str, now_s: float) -> None:
         if not record.trace.context.sampled:
             return
-        kept = KeptRequest(record, outcome, error_text, now_s)
-        to_epoch_s = self._epoch() - self._clock.now()
-        for span in request_spans(kept, self._model, to_epoch_s):
-            self._exporter.export(span)
+        try:
+            kept = KeptRequest(record, outcome, error_text, now_s)
+            to_epoch_s = self._epoch() - self._clock.now()
+            for span in request_spans(kept, self._model, to_epoch_s):
+                self._exporter.export(span)
+        except Exception:  # a defect here must not fail a request that was served
+            if not self._failed:
+                self._failed = True
+                _LOG.exception("the spans of request %s were not exported", record.id)
 
 
 class Observers:

@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 from prfaas.clock import Clock
 from prfaas.gateway.api.metrics import RequestRecord
 from prfaas.gateway.request import RequestTrace
+from prfaas.scheduler.explain import Explanation
 
 LATEST: Final = 200
 FAILED: Final = 100
@@ -43,6 +44,12 @@ class KeptRequest(NamedTuple):
         """For a reason that is not the client's. A request that was refused before it was read is
         left out: a client beyond its limit would fill the list."""
         return self.outcome in _FAILED and self.record.prompt_tokens > 0
+
+    @property
+    def explanation(self) -> Explanation | None:
+        """Of its route, or of the first of its prompts that has one. None: none was recorded."""
+        explained = (prompt.trace.explanation for prompt in self.record.each_prompt)
+        return next((found for found in explained if found is not None), None)
 
     @property
     def waited_s(self) -> float:
@@ -79,7 +86,7 @@ class RequestHistory:
 
     def latest(self) -> list[KeptRequest]:
         """The newest first; those in progress before those that have ended."""
-        return [*reversed(self._running()), *self._latest][:LATEST]
+        return [*reversed(self.in_progress()), *self._latest][:LATEST]
 
     def failed(self) -> list[KeptRequest]:
         return list(self._failed)
@@ -91,17 +98,14 @@ class RequestHistory:
 
     def find(self, name: str) -> KeptRequest | None:
         """The newest request with this id, or with this trace id."""
-        for kept in (
-            *reversed(self._running()),
-            *self._latest,
-            *self._failed,
-            *self.slowest(),
-        ):
-            if name in (kept.record.id, kept.record.trace.context.trace_id):
-                return kept
+        kept = [*reversed(self.in_progress()), *self._latest, *self._failed, *self.slowest()]
+        for each in kept:
+            if name in (each.record.id, each.record.trace.context.trace_id):
+                return each
         return None
 
-    def _running(self) -> list[KeptRequest]:
+    def in_progress(self) -> list[KeptRequest]:
+        """The oldest first."""
         now_s = self._clock.now()
         return [KeptRequest(record, IN_PROGRESS, "", now_s) for record in self._in_flight.values()]
 

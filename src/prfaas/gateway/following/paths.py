@@ -16,7 +16,6 @@ from prfaas.gateway.following.kept_requests import KeptRequest, RequestHistory
 from prfaas.gateway.following.request_spans import request_spans
 from prfaas.gateway.following.summaries import summary_of
 from prfaas.gateway.request import Backend
-from prfaas.scheduler.explain import Explanation
 from prfaas.tracing.diagnosis import find_causes
 from prfaas.tracing.summary import RequestSummary
 
@@ -80,7 +79,7 @@ class FollowingPaths:
         to_epoch_s = self._to_epoch_s()
         summary = summary_of(kept, to_epoch_s)
         spans = join_spans(request_spans(kept, self._model, to_epoch_s), collected.spans)
-        found = _explanation_of(kept)
+        found = kept.explanation
         explanation = None if found is None else self._backend.describe(found)
         return FollowedRequest(
             request=summary,
@@ -104,11 +103,6 @@ def nodes_of(kept: KeptRequest) -> list[str]:
                 found |= {copy.source: None, copy.target: None}
             found |= {route.prefill: None, route.decode: None}
     return list(found)
-
-
-def _explanation_of(kept: KeptRequest) -> Explanation | None:
-    explained = (prompt.trace.explanation for prompt in kept.record.each_prompt)
-    return next((found for found in explained if found is not None), None)
 
 
 def _json(answer: KeptRequests | FollowedRequest) -> web.Response:
