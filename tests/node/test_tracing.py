@@ -32,7 +32,7 @@ from prfaas.tracing.spans import (
 from tests.engine.emulated.builders import emulated
 from tests.node.local_api import BYTES, LocalApi, local_api
 from tests.node.test_server import GRANT, PROMPT, node_server
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, wait_until
 
 STEPS = [NODE_LEASE, NODE_QUEUE, NODE_PREFILL, NODE_DECODE]
 
@@ -46,9 +46,11 @@ async def spans_of(node: LocalApi, trace: TraceContext) -> list[Span]:
 async def wait_for_spans(node: LocalApi, trace: TraceContext, count: int) -> list[Span]:
     """In the order of their ends. A request that is given up ends a little later than its call."""
     async with asyncio.timeout(HANG_S):
-        while len(found := await spans_of(node, trace)) < count:
+        while True:
+            found = await spans_of(node, trace)
+            if len(found) >= count:
+                return found
             await asyncio.sleep(0.002)
-    return found
 
 
 async def post(node: LocalApi, trace: TraceContext, **fields: Any) -> int:
@@ -119,8 +121,7 @@ async def test_a_client_that_leaves_is_named() -> None:
     engine = emulated(scales=Scales(time=100.0))
     async with asyncio.timeout(HANG_S), local_api(engine, BYTES) as node:
         call = asyncio.create_task(post(node, trace, prompt=PROMPT, max_tokens=1))
-        while not engine.stats().prefilling:
-            await asyncio.sleep(0.002)
+        await asyncio.to_thread(wait_until, lambda: engine.stats().prefilling == 1)
         call.cancel()
         found = {span.name: span for span in await wait_for_spans(node, trace, 4)}
     assert set(found) == {NODE_REQUEST, NODE_LEASE, NODE_QUEUE, NODE_PREFILL}
@@ -133,11 +134,9 @@ async def test_a_request_that_waits_is_in_the_queue() -> None:
     engine = emulated(scales=Scales(time=100.0))
     async with asyncio.timeout(HANG_S), local_api(engine, BYTES) as node:
         first = asyncio.create_task(node.complete(prompt=PROMPT, max_tokens=1))
-        while not engine.stats().prefilling:
-            await asyncio.sleep(0.002)
+        await asyncio.to_thread(wait_until, lambda: engine.stats().prefilling == 1)
         call = asyncio.create_task(post(node, trace, prompt=PROMPT, max_tokens=1))
-        while not engine.stats().waiting:
-            await asyncio.sleep(0.002)
+        await asyncio.to_thread(wait_until, lambda: engine.stats().waiting == 1)
         call.cancel()
         found = {span.name: span for span in await wait_for_spans(node, trace, 3)}
         first.cancel()

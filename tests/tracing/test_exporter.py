@@ -15,9 +15,11 @@ import pytest
 from prfaas import __version__
 from prfaas.clock import MonotonicClock
 from prfaas.errors import InputError
-from prfaas.tracing import otlp, otlp_sender, sender_process
 from prfaas.tracing.context import new_trace
-from prfaas.tracing.otlp import (
+from prfaas.tracing.otlp import exporter as exporter_module
+from prfaas.tracing.otlp import sender as sender_module
+from prfaas.tracing.otlp import sender_process
+from prfaas.tracing.otlp.exporter import (
     ENDPOINT_VARIABLES,
     MOST_WAITING,
     BatchingExporter,
@@ -26,15 +28,15 @@ from prfaas.tracing.otlp import (
     open_exporter,
     traces_url,
 )
-from prfaas.tracing.otlp_sender import OtlpSender
-from prfaas.tracing.recorder import SpanRecorder
-from prfaas.tracing.sender_process import (
+from prfaas.tracing.otlp.sender import OtlpSender
+from prfaas.tracing.otlp.sender_process import (
     About,
     Reply,
     SenderProcess,
     read_message,
     write_message,
 )
+from prfaas.tracing.recorder import SpanRecorder
 from prfaas.tracing.spans import Span
 from tests.tracing.otlp_receiver import receiver_thread
 from tests.waiting import PATIENCE_S, wait_until
@@ -159,7 +161,7 @@ def test_without_an_endpoint_nothing_is_exported() -> None:
 def test_without_the_extra_the_option_is_an_error_with_the_fix(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(otlp, "missing_package", lambda: "opentelemetry")
+    monkeypatch.setattr(exporter_module, "missing_package", lambda: "opentelemetry")
     with pytest.raises(InputError) as refused, chosen_exporter("http://x", "kvd"):
         pass
     message = str(refused.value)
@@ -169,7 +171,7 @@ def test_without_the_extra_the_option_is_an_error_with_the_fix(
 def test_without_the_extra_the_environment_makes_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(otlp, "missing_package", lambda: "opentelemetry")
+    monkeypatch.setattr(exporter_module, "missing_package", lambda: "opentelemetry")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://localhost:4318")
     with chosen_exporter(None, "kvd") as exporter:
         assert exporter is None
@@ -181,7 +183,7 @@ def test_the_extra_is_noticed_when_it_is_missing(tmp_path: Path) -> None:
     """In a process that cannot import OpenTelemetry."""
     code = (
         "import sys; sys.modules['opentelemetry'] = None\n"
-        "from prfaas.tracing.otlp import missing_package\n"
+        "from prfaas.tracing.otlp.exporter import missing_package\n"
         "assert (missing_package() or '').startswith('opentelemetry')\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)
@@ -229,7 +231,7 @@ def test_a_collector_that_does_not_exist_delays_the_end_by_a_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The library would try for 10 s."""
-    monkeypatch.setattr(otlp, "FLUSH_S", 0.05)
+    monkeypatch.setattr(exporter_module, "FLUSH_S", 0.05)
     with open_exporter("http://127.0.0.1:9", "prfaas-kvd") as exporter:
         exporter.export(span())
     assert isinstance(exporter, BatchingExporter)
@@ -290,18 +292,18 @@ def test_a_variable_that_the_library_refuses_is_named(monkeypatch: pytest.Monkey
     def refuse(about: About) -> OtlpSender:
         raise ValueError("much is not a valid Compression")
 
-    monkeypatch.setattr(otlp_sender, "OtlpSender", refuse)
+    monkeypatch.setattr(sender_module, "OtlpSender", refuse)
     source, sink = io.BytesIO(), io.BytesIO()
     write_message(source, About(None, "prfaas-kvd", ""))
     source.seek(0)
-    otlp_sender.serve(source, sink, otlp_sender.LastMessage())
+    sender_module.serve(source, sink, sender_module.LastMessage())
     sink.seek(0)
     reply = read_message(sink, Reply)
     assert reply is not None and "Compression" in reply.problem
 
 
 def test_a_process_that_cannot_work_is_an_input_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sender_process, "MODULE", "prfaas.tracing.no_such_module")
+    monkeypatch.setattr(sender_process, "MODULE", "prfaas.tracing.otlp.no_such_module")
     with pytest.raises(InputError, match="spans cannot be exported"):
         SenderProcess(About(None, "prfaas-kvd", ""))
 

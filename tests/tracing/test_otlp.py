@@ -23,7 +23,11 @@ from prfaas.contracts.trace_api import REQUESTS_PATH, FollowedRequest
 from prfaas.engine.emulated.pace import Scales
 from prfaas.launch.attached_process import attached_prefix
 from prfaas.launch.deployment import RunningDeployment, launched_gateway, launched_hosts
-from prfaas.launch.preparation import LaunchOptions, prepare_launch
+from prfaas.launch.preparation import (
+    EMULATED_BLOCK_TOKENS,
+    LaunchOptions,
+    prepare_launch,
+)
 from prfaas.tracing import spans as names
 from prfaas.tracing.context import TraceContext, new_trace
 from tests.tracing.otlp_receiver import OtlpReceiver, ReceivedSpan, open_receiver
@@ -31,6 +35,7 @@ from tests.tracing.otlp_receiver import OtlpReceiver, ReceivedSpan, open_receive
 CASE_STUDY = Path(__file__).parents[2] / "configs" / "case_study.toml"
 SCALES = Scales(0.02, 0.002, 0.02)
 PROMPT_TOKENS = 20_000
+HANDOFF_TOKENS = PROMPT_TOKENS // EMULATED_BLOCK_TOKENS * EMULATED_BLOCK_TOKENS
 REQUESTS = 8
 TTFT_TOLERANCE_S = 0.005
 CLOCK_S = 0.05  # a process may be interrupted while it compares its two clocks
@@ -183,12 +188,13 @@ def check_spans(spans: list[ReceivedSpan]) -> None:
         parent = by_id.get(span.parent_id or "")
         assert parent is None or parent.start_s <= span.start_s + CLOCK_S, (parent, span)
     prefill = the(spans, names.NODE_PREFILL, PREFILL_NODE)
-    assert prefill.attributes[names.INPUT_TOKENS] == PROMPT_TOKENS
+    assert prefill.attributes[names.INPUT_TOKENS] == HANDOFF_TOKENS
     lease = the(spans, names.NODE_LEASE, PREFILL_NODE)
     queue = the(spans, names.NODE_QUEUE, PREFILL_NODE)
     assert lease.end_s <= queue.start_s + 1e-6 and queue.end_s <= prefill.start_s + 1e-6
     assert lease.attributes[names.TRANSFER_ID] == sent.attributes[names.TRANSFER_ID]
-    assert sent.start_s - CLOCK_S < prefill.end_s <= sent.end_s + CLOCK_S  # it sends while the engine computes
+    # The kvd sends while the engine computes.
+    assert sent.start_s - CLOCK_S < prefill.end_s <= sent.end_s + CLOCK_S
     assert the(spans, names.NODE_DECODE).attributes[names.OUTPUT_TOKENS] >= 1
 
 

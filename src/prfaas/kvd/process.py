@@ -137,9 +137,7 @@ async def run_kvd(
         data = reachable(Address(*listener.address), options.advertise)
         events = EventLog(instance=uuid.uuid4().hex)
         store = Store(NodeId(options.node or f"kvd-{data}"), options.store, events, clock)
-        exporter = stack.enter_context(
-            chosen_exporter(options.otlp_endpoint, "kvd", store.node)
-        )
+        exporter = stack.enter_context(chosen_exporter(options.otlp_endpoint, "kvd", store.node))
         recorder = SpanRecorder("kvd", clock, store.node, exporter)
         sending = await _choose_sending(options)
         trusted = options.insecure or options.member_key is not None
@@ -171,9 +169,7 @@ async def run_kvd(
             open_client(options.member_key, tls=tls.client if tls else None)
         )
         stopping = stopping or Stopping()
-        api = HttpApi(
-            store, incoming, outgoing, reporter, http, peers, stopping, clock, recorder
-        )
+        api = HttpApi(store, incoming, outgoing, reporter, http, peers, stopping, clock, recorder)
         app = api.app(options.member_key, options.operator_key)
         served = await _serve_http(stack, app, options.http, tls.member_http() if tls else None)
         scheme = "https" if tls else "http"

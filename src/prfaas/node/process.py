@@ -113,9 +113,7 @@ async def run_node(
         )
         # Under the name of its kvd: the two are one host.
         kvd_name, clock = client.registered.node, MonotonicClock()
-        exporter = stack.enter_context(
-            chosen_exporter(settings.otlp_endpoint, "node", kvd_name)
-        )
+        exporter = stack.enter_context(chosen_exporter(settings.otlp_endpoint, "node", kvd_name))
         recorder = SpanRecorder("node", clock, kvd_name, exporter)
         request_runner = await stack.enter_async_context(
             open_request_runner(

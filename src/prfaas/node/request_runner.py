@@ -257,6 +257,7 @@ class RequestRunner:
             inbox.put_nowait(Prefilled(prepared.resumed_tokens, 0, 0))
             inbox.put_nowait(Finished("length"))
             return
+
         def on_begin() -> None:
             active.began_s = self._clock.now()
 

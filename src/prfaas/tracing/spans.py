@@ -92,7 +92,7 @@ class Span(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def shown(text: str) -> str:
-    """A text that fits into a span. Half a surrogate pair, which UTF-8 has not, becomes an escape."""
+    """A text that fits into a span. Half a surrogate pair, which UTF-8 lacks, becomes an escape."""
     if not text.isascii():
         text = text.encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= MOST_TEXT else f"{text[: MOST_TEXT - 3]}..."

@@ -44,8 +44,9 @@ async def pull(
     request: PullPrefix,
     trace: TraceContext | None = None,
 ) -> PrefixPulled | NotNow:
-    """Returns after the commit. `trace`: the parent of the transfer's spans. PeerError when the source cannot send, or not in time; InputError
-    when the source is not the URL of a kvd. The caller has checked the store's `differences`."""
+    """Returns after the commit. PeerError when the source cannot send, or not in time; InputError
+    when the source is not the URL of a kvd. The caller has checked the store's `differences`.
+    `trace`: the parent of the transfer's spans."""
     source = parse_peer_url(request.source, "source")
     request = msgspec.structs.replace(request, source=source)
     try:

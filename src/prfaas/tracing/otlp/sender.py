@@ -18,7 +18,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 from prfaas import __version__
-from prfaas.tracing.sender_process import About, Reply, read_message, write_message
+from prfaas.tracing.otlp.sender_process import About, Reply, read_message, write_message
 from prfaas.tracing.spans import Kind, Span, shown
 
 _KINDS: Mapping[Kind, SpanKind] = {
@@ -47,7 +47,7 @@ class OtlpSender:
         return self._exporter.export(readable) is SpanExportResult.SUCCESS
 
     def close(self) -> None:
-        self._exporter.shutdown()
+        self._exporter.shutdown()  # type: ignore[no-untyped-call]
 
 
 class LastMessage(logging.Handler):

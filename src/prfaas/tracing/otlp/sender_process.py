@@ -4,7 +4,7 @@ OpenTelemetry's encoder takes about 65 µs for a span, which in Python would be 
 gateway computes for a request. A process of its own leaves the parent half a microsecond per span,
 and never delays the parent's event loop. It ends with its parent, because its input ends then.
 
-    parent ──► About, then batches of spans (msgpack, each after its length) ──► otlp_sender.py
+    parent ──► About, then batches of spans (msgpack, each after its length) ──► sender.py
            ◄── one `Reply` for each of them ◄──
 """
 
@@ -22,7 +22,7 @@ import msgspec
 from prfaas.errors import InputError
 from prfaas.tracing.spans import Span
 
-MODULE: Final = "prfaas.tracing.otlp_sender"
+MODULE: Final = "prfaas.tracing.otlp.sender"
 RESTART_S = 10.0  # between two starts of a process that ends by itself
 MOST_FRAME_BYTES = 64 << 20  # a batch of the longest spans has less
 _LENGTH = struct.Struct("!I")

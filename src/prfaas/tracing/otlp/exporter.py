@@ -4,7 +4,7 @@
     encodes and posts them (`sender_process.py`)
 
 A collector that is slow or down costs spans and never a request: spans beyond `MOST_WAITING` are
-dropped and counted. OpenTelemetry's packages are the extra `otel`; `otlp_sender.py` alone imports
+dropped and counted. OpenTelemetry's packages are the extra `otel`; `sender.py` alone imports
 them. Their variables for headers, certificates, compression and timeouts apply, as documented there
 (OTEL_EXPORTER_OTLP_HEADERS and so on).
 """
@@ -22,8 +22,8 @@ from typing import Final, TypeAlias
 from urllib.parse import urlsplit
 
 from prfaas.errors import InputError
+from prfaas.tracing.otlp.sender_process import About, SenderProcess
 from prfaas.tracing.recorder import SpanExporter
-from prfaas.tracing.sender_process import About, SenderProcess
 from prfaas.tracing.spans import Service, Span
 
 log = logging.getLogger(__name__)
@@ -96,10 +96,10 @@ class BatchingExporter:
 
 @contextmanager
 def open_exporter(endpoint: str, service: str, node: str = "") -> Iterator[SpanExporter]:
-    """`endpoint`: the collector's URL, such as http://localhost:4318; empty: that of OpenTelemetry's
-    variables. `service` and `node` tell the collector which process has made the spans. On exit,
-    the remaining spans are sent within a bound. InputError when the endpoint is not a URL, or
-    without the extra."""
+    """`endpoint`: the collector's URL, such as http://localhost:4318; empty: that of the variables.
+    `service` and `node` tell the collector which process has made the spans. On exit, the remaining
+    spans are sent within a bound. InputError when the endpoint is not a URL, or without the
+    extra."""
     url = check_endpoint(endpoint) if endpoint else None
     sender = SenderProcess(About(url, service, node))
     exporter = BatchingExporter(sender.send)
