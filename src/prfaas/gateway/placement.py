@@ -28,7 +28,7 @@ class PlacementRequest:
     explains: bool = False  # its route is to be explained, whatever the rate of explanations
     # Recorded when the request is placed, where the gateway has a console.
     explanation: Explanation | None = None
-    stateless_tokens: int = 0  # see `RequestTrace`
+    stateless_tokens: int = 0  # recorded when the request is placed; see `RequestTrace`
 
     @property
     def queue(self) -> str:

@@ -69,8 +69,7 @@ class RequestTrace:
     explains: bool = False  # the route is explained, whatever the rate of explanations
     # Of the latest attempt, with all alternatives as they were then. None: it was not recorded.
     explanation: Explanation | None = None
-    # Tokens whose blocks some node has, but without a state to resume from. Counted where the
-    # gateway has a console.
+    # Tokens whose blocks some node has, but without a state to resume from.
     stateless_tokens: int = 0
 
     def summarise(self, traces: Sequence[RequestTrace]) -> None:

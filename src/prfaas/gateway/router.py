@@ -181,8 +181,8 @@ class Router:
         if hold is not None:
             return hold
         manager.observe(placement.prompt, match, now)
+        placement.stateless_tokens = match.lost_tokens
         if self.wants_explanation is not None:
-            placement.stateless_tokens = match.lost_tokens
             if placement.explains or self.wants_explanation():
                 taken = choice._replace(taken=found)
                 # A console must not fail a request.

@@ -42,7 +42,7 @@ async def test_clients_see_the_usage_that_they_requested() -> None:
         page = (await server.get("/metrics"))[1].decode()
         assert 'prfaas_gateway_output_tokens_total{route="local"} 4.0' in page
         assert 'prfaas_gateway_prompt_tokens_total{route="local"} 6.0' in page
-        assert "prfaas_gateway_in_flight 0.0" in page
+        assert "prfaas_gateway_requests_in_flight 0.0" in page
         assert "prfaas_gateway_nodes 1.0" in page, "the metrics of the backend are included"
 
 
@@ -169,7 +169,7 @@ async def test_answers_that_do_not_stream_have_no_time_to_first_token(
             await events(server)
             page = (await server.get("/metrics"))[1].decode()
     assert 'prfaas_gateway_time_to_first_token_seconds_count{route="local"} 1.0' in page
-    assert 'prfaas_gateway_request_seconds_count{route="local"} 2.0' in page
+    assert 'prfaas_gateway_request_duration_seconds_count{route="local"} 2.0' in page
     whole, streamed = (json.loads(record.getMessage()) for record in caplog.records)
     assert whole["ttft_s"] is None and streamed["ttft_s"] > 0
 
@@ -192,7 +192,8 @@ async def test_a_client_that_leaves_after_the_last_event_has_its_answer(
                     received += await answer.content.readany()
             await server.backend.ended.wait()
             page = ""
-            while "prfaas_gateway_requests_total{" not in page:
+            counted = 'prfaas_gateway_request_duration_seconds_count{route="local"} 1.0'
+            while counted not in page:
                 page = (await server.get("/metrics"))[1].decode()
     (line,) = (json.loads(record.getMessage()) for record in caplog.records)
     assert line["outcome"] == "completed"
@@ -281,7 +282,7 @@ async def test_every_path_but_those_of_probes_requires_a_key() -> None:
         assert status == 200
         page = (await server.get("/metrics", Authorization="Bearer operator"))[1].decode()
         refused = len(closed) + (3 + 1 + 4) + 2 + 5
-        assert f"prfaas_gateway_unauthorized_total {refused}.0" in page
+        assert f"prfaas_gateway_unauthorized_requests_total {refused}.0" in page
 
 
 async def test_unknown_paths_and_methods_get_openais_error_body() -> None:
