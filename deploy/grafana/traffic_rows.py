@@ -14,8 +14,8 @@ TRAFFIC_ROWS = (
             Panel(
                 "Requests by outcome",
                 "Requests that ended, per second. Shed: refused with 429 or 503. Broken: the "
-                "stream broke off. Failed: another error of the deployment. Rejected: an error of the "
-                "client.",
+                "stream broke off. Failed: another error of the deployment. Rejected: an error "
+                "of the client.",
                 "reqps",
                 (Query(rate("gateway_requests_total", "outcome"), "{{outcome}}"),),
                 stacked=True,

@@ -64,8 +64,8 @@ class RequestRecord:
 
 
 class _RouteMetrics(NamedTuple):
-    """The series of one route. Looking each of them up for every request would take longer than
-    counting."""
+    """The metrics with the label `route`: of all routes, or the series of one. Looking each of them
+    up for every request would take longer than counting."""
 
     ttft_s: Histogram
     duration_s: Histogram
@@ -77,6 +77,20 @@ class _RouteMetrics(NamedTuple):
     stateless_tokens: Counter
     output_tokens: Counter
     handed_bytes: Counter
+
+    def labels(self, route: str) -> _RouteMetrics:
+        return _RouteMetrics(
+            self.ttft_s.labels(route),
+            self.duration_s.labels(route),
+            self.until_routed_s.labels(route),
+            self.exposed_s.labels(route),
+            self.uncached_tokens.labels(route),
+            self.prompt_tokens.labels(route),
+            self.cached_tokens.labels(route),
+            self.stateless_tokens.labels(route),
+            self.output_tokens.labels(route),
+            self.handed_bytes.labels(route),
+        )
 
 
 class ApiMetrics:
@@ -103,7 +117,7 @@ class ApiMetrics:
             "Hand-offs of requests that have ended, by the form in which the state travelled.",
             ("route", "form"),
         )
-        self._make_route_metrics = self._define_route_metrics()
+        self._all_routes = self._define_route_metrics()
         self._of_route: dict[str, _RouteMetrics] = {}
         for route in ROUTES:
             self._metrics_of(route)
@@ -196,12 +210,11 @@ class ApiMetrics:
     def _metrics_of(self, route: str) -> _RouteMetrics:
         found = self._of_route.get(route)
         if found is None:
-            found = self._of_route[route] = self._make_route_metrics(route)
+            found = self._of_route[route] = self._all_routes.labels(route)
         return found
 
-    def _define_route_metrics(self) -> Callable[[str], _RouteMetrics]:
-        """Returns what makes the series of a route."""
-        families: tuple[Histogram | Counter, ...] = (
+    def _define_route_metrics(self) -> _RouteMetrics:
+        return _RouteMetrics(
             self._histogram(
                 "time_to_first_token_seconds",
                 "Time from the arrival of a request to its first token, of answers that stream. "
@@ -248,7 +261,6 @@ class ApiMetrics:
                 "handed_off_bytes", "KV bytes of hand-offs, as their routes predicted.", ("route",)
             ),
         )
-        return lambda route: _RouteMetrics(*(family.labels(route) for family in families))
 
     def _counter(self, name: str, help_text: str, labels: tuple[str, ...] = ()) -> Counter:
         return Counter(f"prfaas_gateway_{name}", help_text, labels, registry=self.registry)

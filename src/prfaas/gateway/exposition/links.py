@@ -89,4 +89,5 @@ def link_metrics(links: Iterable[ObservedLink]) -> Iterator[Metric]:
         rtt.add_metric(link_id, view.rtt_s if measured_s is None else measured_s)
         if health.loss is not None:
             loss.add_metric(link_id, health.loss)
-    yield from (up, cuts, verdict, capacity, estimated, goodput, backlog, pending, waited, rtt, loss)
+    yield from (up, cuts, verdict, capacity, estimated, goodput)
+    yield from (backlog, pending, waited, rtt, loss)
