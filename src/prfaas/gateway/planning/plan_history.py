@@ -10,8 +10,9 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
+from prfaas.gateway.exposition.families import counter, gauge
 from prfaas.scheduler.plan import Plan, Role
 from prfaas.service.logging import with_fields
 from prfaas.types import ClusterId, NodeId
@@ -75,16 +76,21 @@ class PlanHistory:
         log.info("%s: its role is %s now", node, role, extra=fields)
 
     def metrics(self, in_force: Mapping[ClusterId, Plan]) -> Iterator[Metric]:
-        plans = CounterMetricFamily("prfaas_gateway_plans", "Plans made.")
-        plans.add_metric([], self._made)
-        converted = CounterMetricFamily(
-            "prfaas_gateway_conversions", "Completed changes of a node's role.", labels=["role"]
+        yield counter("plans", "Plans that this gateway has made or followed.", value=self._made)
+        converted = counter(
+            "conversions", "Changes of a node's role that were completed, by the new role.", "role"
         )
         for role, count in self._converted.items():
             converted.add_metric([role], count)
-        yield from (plans, converted)
+        yield converted
+        yield gauge(
+            "plan_outdated",
+            "Whether no plan exists for the nodes that are left, so that an earlier plan stays in "
+            "force: 1 or 0.",
+            value=bool(self._no_plan),
+        )
         yield from _gauges(in_force, "plan", "the plan in force")
-        yield from _gauges(self.advice, "advice", "the advised plan; absent without advice")
+        yield from _gauges(self.advice, "advice", "the advised plan, absent without advice")
 
 
 def describe(plan: Plan) -> str:
@@ -111,15 +117,18 @@ def _essence(plan: Plan) -> tuple[object, ...]:
 
 
 def _gauges(plans: Mapping[ClusterId, Plan], name: str, which: str) -> Iterator[Metric]:
-    prefix = f"prfaas_gateway_{name}"
-    threshold = GaugeMetricFamily(
-        f"{prefix}_threshold_tokens", f"Offloading threshold of {which}.", labels=["cluster"]
+    threshold = gauge(
+        f"{name}_threshold_tokens",
+        f"The threshold of {which}: uncached tokens of a request.",
+        "cluster",
     )
-    capacity = GaugeMetricFamily(
-        f"{prefix}_capacity_rps", f"Requests per second that fit {which}.", labels=["cluster"]
+    capacity = gauge(
+        f"{name}_capacity_requests_per_second",
+        f"The requests per second that the PD cluster can serve with {which}.",
+        "cluster",
     )
-    nodes = GaugeMetricFamily(
-        f"{prefix}_nodes", f"PD nodes by role in {which}.", labels=["cluster", "role"]
+    nodes = gauge(
+        f"{name}_nodes", f"Nodes of the PD cluster by their role in {which}.", "cluster", "role"
     )
     for home, plan in plans.items():
         threshold.add_metric([home], plan.threshold_tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from typing import Any
 
 from prfaas.clock import Clock
@@ -26,6 +27,7 @@ class LinkMonitor:
         self._board = board
         self._clock = clock
         self._cut_s: dict[LinkId, float] = {}  # links that are cut, and since when
+        self.cuts: Counter[LinkId] = Counter()  # how often each link was found cut
 
     def update(self) -> None:
         """Passes new link reports to the board, and logs links that were cut or restored."""
@@ -40,6 +42,7 @@ class LinkMonitor:
             elif link_id not in self._cut_s:
                 log.warning("link %s -> %s is cut", *link_id, extra=_fields(link_id, "cut"))
                 self._cut_s[link_id] = now
+                self.cuts[link_id] += 1
 
     def _trusted(self, now_s: float) -> list[Member]:
         """Members of the model that usable members serve, whether their engines answer or not. A
