@@ -36,7 +36,8 @@ CASE_STUDY = Path(__file__).parents[2] / "configs" / "case_study.toml"
 SCALES = Scales(0.02, 0.002, 0.02)
 PROMPT_TOKENS = 20_000
 HANDOFF_TOKENS = PROMPT_TOKENS // EMULATED_BLOCK_TOKENS * EMULATED_BLOCK_TOKENS
-REQUESTS = 8
+REQUESTS = 4
+MOST_REQUESTS = 40
 TTFT_TOLERANCE_S = 0.005
 CLOCK_S = 0.05  # a process may be interrupted while it compares its two clocks
 
@@ -164,7 +165,7 @@ async def test_a_trace_of_an_offloaded_request(tmp_path: Path) -> None:
             assert described(spans, one.caller) == EXPECTED
             check_spans(spans)
             await check_followed(traced, one, spans)
-        await check_first_token(traced, asked)
+        await check_first_token(traced)
         await check_command(traced, asked[-1])
         await check_unsampled(traced)
 
@@ -212,16 +213,19 @@ async def check_followed(traced: Traced, asked: Asked, spans: list[ReceivedSpan]
     )
 
 
-async def check_first_token(traced: Traced, asked: list[Asked]) -> None:
-    """The client's time to first token is that of the trace, and the way there and back. The best
-    of several: another process may have the cores at the wrong moment."""
+async def check_first_token(traced: Traced) -> None:
+    """The client's time to first token is that of the trace, and the way there and back. One of
+    many requests must show it: another process may have the cores during the others."""
     round_trip_s = min([await traced.round_trip_s() for _ in range(20)])
-    apart_s = [
-        one.ttft_s - the(await traced.exported(one), names.REQUEST).attributes[names.TTFT]
-        for one in asked
-    ]
+    apart_s: list[float] = []
+    for seed in range(100, 100 + MOST_REQUESTS):
+        asked = await traced.ask(seed)
+        request = the(await traced.exported(asked), names.REQUEST)
+        apart_s.append(asked.ttft_s - request.attributes[names.TTFT])
+        if apart_s[-1] <= TTFT_TOLERANCE_S + round_trip_s:
+            break
     assert min(apart_s) >= 0.0
-    assert min(apart_s) <= TTFT_TOLERANCE_S + round_trip_s, (apart_s, round_trip_s)
+    assert apart_s[-1] <= TTFT_TOLERANCE_S + round_trip_s, (apart_s, round_trip_s)
 
 
 async def check_command(traced: Traced, asked: Asked) -> None:
