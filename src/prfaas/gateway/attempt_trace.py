@@ -6,25 +6,26 @@ is looked up or exported, so that a request which is neither costs next to nothi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+
+import msgspec
 
 from prfaas.scheduler.request import Route
 from prfaas.tracing.context import TraceContext
 
 
-@dataclass(slots=True)
-class Call:
-    """A call to a node or a kvd, or several that are made together. `context` was sent with it."""
+class Call(msgspec.Struct, gc=False):
+    """A call to a node or a kvd, or several that are made together."""
 
-    context: TraceContext
+    span_id: str
+    traceparent: str  # as it was sent
     sent_s: float
     answered_s: float | None = None  # None: it was not answered, or failed
 
 
-@dataclass(slots=True)
-class AttemptTrace:
+class AttemptTrace(msgspec.Struct):
     route: Route
-    context: TraceContext  # of the attempt's own span; the spans of its calls are children of it
+    span_id: str  # of the attempt's own span; the spans of its calls are children of it
     asked_s: float  # the router was asked for nodes
     routed_s: float
     waited_for: str = ""  # why the router held the request; empty: it did not
@@ -41,8 +42,12 @@ class AttemptTrace:
     failure: str = ""
     failure_kind: str = ""  # one of `spans.FAILURES`
 
-    def begin_call(self, now_s: float) -> Call:
-        return Call(self.context.child(), now_s)
-
     def fail(self, failure: str, kind: str, now_s: float) -> None:
         self.failure, self.failure_kind, self.ended_s = failure, kind, now_s
+
+
+def begin_call(context: TraceContext, now_s: float) -> Call:
+    """A call of an attempt of the request that has this context."""
+    span_id = os.urandom(8).hex()
+    flags = "01" if context.sampled else "00"
+    return Call(span_id, f"00-{context.trace_id}-{span_id}-{flags}", now_s)

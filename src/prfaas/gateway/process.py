@@ -146,7 +146,12 @@ async def serving(
                 tenants or Tenants(section, lambda: options.credentials.tenants),
                 section.timeouts.stall_s,
             ),
-            RequestLog(metrics, clock, Observers(observers), samples=exporter is not None),
+            RequestLog(
+                metrics,
+                clock,
+                Observers(observers) if len(observers) > 1 else history,
+                samples=exporter is not None,
+            ),
         )
         console: ConsolePaths | None = None
         if scenes is not None and recent is not None:

@@ -20,7 +20,7 @@ from prfaas.gateway.attempt_trace import AttemptTrace
 from prfaas.gateway.client.token_ids import TokenIds
 from prfaas.scheduler.explain import Explanation
 from prfaas.scheduler.request import Route
-from prfaas.tracing.context import TraceContext, new_trace, parse_traceparent
+from prfaas.tracing.context import TraceContext, new_span_id, new_trace, parse_traceparent
 from prfaas.tracing.spans import Span
 from prfaas.types import Form
 
@@ -90,7 +90,7 @@ class RequestTrace:
     @classmethod
     def begin(cls, now_s: float, traceparent: str | None, *, samples: bool) -> RequestTrace:
         """Of a request that has just arrived. `samples`: this gateway exports its spans."""
-        caller = parse_traceparent(traceparent)
+        caller = None if traceparent is None else parse_traceparent(traceparent)
         if caller is None:
             return cls(now_s, new_trace(sampled=samples))
         context = caller.child()._replace(sampled=caller.sampled or samples)
@@ -116,7 +116,7 @@ class RequestTrace:
         if len(self.courses) >= MOST_COURSES:
             # The first and the latest ones tell most.
             del self.courses[MOST_COURSES // 2]
-        begun = AttemptTrace(route, self.context.child(), asked_s, now_s, waited_for, transfer_s)
+        begun = AttemptTrace(route, new_span_id(), asked_s, now_s, waited_for, transfer_s)
         self.courses.append(begun)
         return begun
 

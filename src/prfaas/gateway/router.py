@@ -182,7 +182,8 @@ class Router:
         if hold is not None:
             return hold
         manager.observe(placement.prompt, match, now)
-        placement.stateless_tokens = match.lost_tokens
+        if match.nodes:
+            placement.stateless_tokens = match.lost_tokens
         if found.offloaded:
             link_id = (found.cluster, found.decode_cluster)
             bps = estimated_bps(link_id, choice.view.links[link_id], state)

@@ -34,7 +34,8 @@ class TraceContext(NamedTuple):
 
 
 def new_trace(*, sampled: bool) -> TraceContext:
-    return TraceContext(os.urandom(16).hex(), new_span_id(), sampled)
+    ids = os.urandom(24).hex()
+    return TraceContext(ids[:32], ids[32:], sampled)
 
 
 def new_span_id() -> str:

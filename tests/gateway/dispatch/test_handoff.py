@@ -25,6 +25,7 @@ from prfaas.gateway.request import GatewayRequest, RequestTrace
 from prfaas.http_client.client import open_client
 from prfaas.scheduler.request import CacheCopy
 from prfaas.testing.clock import FakeClock
+from prfaas.tracing.context import parse_traceparent
 from prfaas.tracing.spans import CUT
 from prfaas.types import Grant, LinkStats, NodeId, NotNow, TransferId
 from tests.gateway.backends import gateway_request, prompt, until
@@ -156,8 +157,9 @@ async def test_calls_carry_the_context_of_their_spans() -> None:
         calls = [course.grant, course.copies, course.prefill]
         for (header,), call in zip(sent, calls, strict=True):
             assert call is not None and call.answered_s is not None
-            assert header == call.context.traceparent
-            assert call.context.trace_id == one.trace.context.trace_id
+            assert header == call.traceparent
+            context = parse_traceparent(header)
+            assert context == (one.trace.context.trace_id, call.span_id, False)
         assert body["kv_transfer_params"]["grant"]["traceparent"] == "00-as-it-came"
 
 

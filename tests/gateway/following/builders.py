@@ -6,7 +6,7 @@ from typing import Any
 
 from prfaas.contracts.openai import Usage
 from prfaas.gateway.api.metrics import RequestRecord
-from prfaas.gateway.attempt_trace import AttemptTrace
+from prfaas.gateway.attempt_trace import AttemptTrace, begin_call
 from prfaas.gateway.following.kept_requests import KeptRequest
 from prfaas.gateway.request import RequestTrace
 from prfaas.scheduler.request import CacheCopy, Route
@@ -62,14 +62,14 @@ def hand_off(made: RequestTrace, asked_s: float, route: Route) -> AttemptTrace:
     made.asked_s = asked_s
     course = made.begin_attempt(route, asked_s + 1.0, "the queue is full", 0.25)
     start_s = asked_s + 1.0
-    course.grant = course.begin_call(start_s)
+    course.grant = begin_call(made.context, start_s)
     course.grant.answered_s = start_s + 0.1
     course.transfer_id = "t-1"
     made.form = "canonical"
-    course.prefill = course.begin_call(start_s + 0.1)
+    course.prefill = begin_call(made.context, start_s + 0.1)
     course.prefill.answered_s = start_s + 3.1
     made.committed_s = course.committed_s = start_s + 3.5
-    course.decode = course.begin_call(start_s + 3.6)
+    course.decode = begin_call(made.context, start_s + 3.6)
     return course
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from prfaas.gateway.api.metrics import PromptRecord
+from prfaas.gateway.attempt_trace import begin_call
 from prfaas.gateway.following.export import Observers, RequestExport
 from prfaas.gateway.following.kept_requests import IN_PROGRESS, KeptRequest
 from prfaas.gateway.following.request_spans import MOST_SPANS, request_spans
@@ -90,8 +91,8 @@ def test_every_step_of_a_hand_off_has_a_span() -> None:
         (names.DECODE, course.decode, "home1"),
     ):
         span = named(spans, name)
-        assert (span.span_id, span.kind) == (call.context.span_id, "client"), "as it was sent"
-        assert span.parent_id == attempt.span_id == course.context.span_id
+        assert (span.span_id, span.kind) == (call.span_id, "client"), "as it was sent"
+        assert span.parent_id == attempt.span_id == course.span_id
         assert span.attributes[names.TARGET] == target
     assert named(spans, names.WAIT).attributes == {names.REASON: "the queue is full"}
     assert named(spans, names.PREFILL).attributes[names.PREDICTED] == 2.0
@@ -106,13 +107,13 @@ def test_every_step_of_a_hand_off_has_a_span() -> None:
 def test_a_failed_attempt_keeps_its_times_and_its_failure() -> None:
     made = trace(10.0)
     first = made.begin_attempt(route(), 11.0)
-    first.grant = first.begin_call(11.0)
+    first.grant = begin_call(made.context, 11.0)
     first.grant.answered_s = 11.1
-    first.prefill = first.begin_call(11.1)
+    first.prefill = begin_call(made.context, 11.1)
     first.fail("far0: the connection was lost", names.LOST, 13.0)
     made.asked_s = 13.5
     second = made.begin_attempt(route("home0", offloaded=False), 13.5)
-    second.decode = second.begin_call(13.6)
+    second.decode = begin_call(made.context, 13.6)
     made.first_token_s = 14.0
     spans = spans_of(kept(made, 16.0))
     failed, succeeded = [span for span in spans if span.name == names.ATTEMPT]
@@ -141,17 +142,17 @@ def test_a_prefill_whose_answer_is_late_ends_with_the_commit() -> None:
 def test_copies_of_prefixes() -> None:
     made = trace(10.0)
     course = hand_off(made, 10.5, route(copies=(copy(0.5), copy(0.2))))
-    course.copies = course.begin_call(11.6)
+    course.copies = begin_call(made.context, 11.6)
     course.copies.answered_s = 12.0
     span = named(spans_of(kept(made, 20.0)), names.COPIES)
-    assert lies(span) == (11.6, 12.0) and span.span_id == course.copies.context.span_id
+    assert lies(span) == (11.6, 12.0) and span.span_id == course.copies.span_id
     assert span.attributes == {names.TARGET: "far0", names.NBYTES: 1400, names.PREDICTED: 0.5}
 
 
 def test_one_node_that_prefills_and_decodes_has_the_prediction() -> None:
     made = trace(10.0)
     course = made.begin_attempt(route("home1", "home1"), 11.0)
-    course.decode = course.begin_call(11.0)
+    course.decode = begin_call(made.context, 11.0)
     decode = named(spans_of(kept(made, 20.0)), names.DECODE)
     assert decode.attributes == {names.TARGET: "home1", names.PREDICTED: 2.0}
 

@@ -41,11 +41,8 @@ class RequestLog:
         """`samples`: the spans of every request are exported."""
         self.metrics = metrics
         self._samples = samples
-        self._clock = clock
+        self.now = clock.now
         self._observer = observer
-
-    def now(self) -> float:
-        return self._clock.now()
 
     @contextmanager
     def record(
@@ -53,7 +50,7 @@ class RequestLog:
     ) -> Iterator[RequestRecord]:
         """The record of a request that has arrived. Leaving the block logs and counts the request;
         the exception that leaves it determines the outcome. `traceparent`: the client's header."""
-        trace = RequestTrace.begin(self._clock.now(), traceparent, samples=self._samples)
+        trace = RequestTrace.begin(self.now(), traceparent, samples=self._samples)
         record = RequestRecord(request_id, path, tenant, trace)
         self.metrics.in_flight.inc()
         if self._observer is not None:
@@ -76,7 +73,7 @@ class RequestLog:
             outcome = "completed" if record.delivered else "cancelled"
             raise
         finally:
-            now_s = self._clock.now()
+            now_s = self.now()
             self.metrics.in_flight.dec()
             self.metrics.count(record, outcome, now_s)
             if self._observer is not None:

@@ -30,7 +30,7 @@ from prfaas.errors import PeerHttpError, TransferFailed
 from prfaas.gateway.client.report_checks import check_page, check_report, count
 from prfaas.http_client.client import HttpClient
 from prfaas.supervision import one_line
-from prfaas.tracing.context import TRACEPARENT, TraceContext
+from prfaas.tracing.context import TRACEPARENT
 from prfaas.types import Grant, NodeId, NotNow, TransferId
 
 REPORT_BYTES = 2 << 20
@@ -51,7 +51,7 @@ class KvdClient:
         self.url = url.rstrip("/")
         self._http = http
 
-    async def open(self, request: OpenTransfer, context: TraceContext) -> Grant | NotNow:
+    async def open(self, request: OpenTransfer, traceparent: str) -> Grant | NotNow:
         body = msgspec.json.encode(request)
         return await self._http.request_json(
             "POST",
@@ -59,7 +59,7 @@ class KvdClient:
             _Opened,  # type: ignore[arg-type]  # a union is not a `type`
             timeout_s=self._timeouts.kvd_call_s,
             body=body,
-            headers={TRACEPARENT: context.traceparent},
+            headers={TRACEPARENT: traceparent},
         )
 
     async def wait_committed(self, transfer_id: TransferId) -> TransferStatus:
@@ -98,9 +98,9 @@ class KvdClient:
         )
 
     async def pull(
-        self, request: PullPrefix, context: TraceContext | None = None
+        self, request: PullPrefix, traceparent: str | None = None
     ) -> PrefixPulled | NotNow:
-        """Returns when the kvd holds the prefix. `context`: of the request that needs it."""
+        """Returns when the kvd holds the prefix. `traceparent`: of the request that needs it."""
         body = msgspec.json.encode(request)
         answer: PrefixPulled | NotNow = await self._http.request_json(
             "POST",
@@ -108,7 +108,7 @@ class KvdClient:
             _Pulling,  # type: ignore[arg-type]
             timeout_s=request.within_s + _SLACK_S,
             body=body,
-            headers={} if context is None else {TRACEPARENT: context.traceparent},
+            headers={} if traceparent is None else {TRACEPARENT: traceparent},
             max_bytes=SMALL_BYTES,
         )
         if isinstance(answer, PrefixPulled):

@@ -21,6 +21,7 @@ from prfaas.clock import Clock
 from prfaas.contracts.kv_transfer_params import Remainder, encode
 from prfaas.contracts.kvd_api import OTHER_PROMPT
 from prfaas.errors import PeerError, PeerHttpError, RequestError
+from prfaas.gateway.attempt_trace import begin_call
 from prfaas.gateway.client.kvd_client import KvdClient
 from prfaas.gateway.client.node_client import NodeClient, NodeResponse
 from prfaas.gateway.client.request_body import encode_body
@@ -217,8 +218,8 @@ class Dispatcher:
         url = decode.engine_url
         if url is None:
             raise AttemptFailed("its engine has just left", route.decode, kind=LOST)
-        call = trace.course.decode = trace.course.begin_call(self._clock.now())
-        headers = {"X-Request-Id": request.id, TRACEPARENT: call.context.traceparent}
+        call = trace.course.decode = begin_call(trace.context, self._clock.now())
+        headers = {"X-Request-Id": request.id, TRACEPARENT: call.traceparent}
         try:
             async with self._fleet.liveness.unless_silent(route.decode):
                 answer = await stack.enter_async_context(

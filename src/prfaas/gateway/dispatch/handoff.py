@@ -8,7 +8,7 @@ reserved) or `RequestError`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from prfaas.contracts.forms import choose_compat
 from prfaas.contracts.kv_transfer_params import RemoteDecode, RemotePrefill, encode
 from prfaas.contracts.kvd_api import OpenTransfer
 from prfaas.errors import ConnectionLost, PeerError, PeerHttpError, RequestError, Unreachable
-from prfaas.gateway.attempt_trace import AttemptTrace
+from prfaas.gateway.attempt_trace import AttemptTrace, begin_call
 from prfaas.gateway.client.kvd_client import KvdClient
 from prfaas.gateway.client.node_client import DRAINING, NodeClient
 from prfaas.gateway.client.request_body import encode_body
@@ -36,7 +36,7 @@ from prfaas.gateway.request import GatewayRequest, RequestTrace
 from prfaas.http_client.client import HttpClient
 from prfaas.scheduler.handoff import choose_handoff
 from prfaas.scheduler.request import CacheCopy
-from prfaas.tracing.context import TRACEPARENT, TraceContext
+from prfaas.tracing.context import TRACEPARENT
 from prfaas.tracing.spans import CUT, LOST, OTHER, SILENT
 from prfaas.transport.grants import new_transfer_id
 from prfaas.types import BlockHash, ClusterId, Grant, NodeId, NotNow, TransferId
@@ -208,7 +208,7 @@ class HandOff:
         length = choose_handoff(prompt.tokens, compat.block_tokens, resumable=resumable)
         hashes = await self._hash(prompt, length.handoff_tokens, compat.block_tokens)
         course = trace.course
-        course.grant = course.begin_call(self._clock.now())
+        course.grant = begin_call(trace.context, self._clock.now())
         grant = await self._obtain_grant(
             OpenTransfer(
                 tuple(hashes),
@@ -217,12 +217,13 @@ class HandOff:
                 length.checkpoint_tokens,
                 new_transfer_id(),
             ),
-            course.grant.context,
+            course.grant.traceparent,
         )
         trace.granted_s = course.grant.answered_s = self._clock.now()
         course.transfer_id = grant.transfer_id
         trace.form = compat.form
-        await self._copy_prefixes(prompt, course)
+        if self._route.copies:
+            await self._copy_prefixes(prompt, trace)
         # The prefill engine may have two forms, also where the grant of an earlier kvd names none.
         sent = msgspec.structs.replace(grant, form=compat.form)
         body = {
@@ -233,7 +234,9 @@ class HandOff:
             **({"cache_salt": request.salt} if request.salt else {}),
             "kv_transfer_params": encode(RemoteDecode(sent, length.handoff_tokens)),
         }
-        await self._prefill_and_commit(grant, body, request.id, length.handoff_tokens, trace)
+        course.prefill = begin_call(trace.context, self._clock.now())
+        headers = {"X-Request-Id": request.id, TRACEPARENT: course.prefill.traceparent}
+        await self._prefill_and_commit(grant, body, headers, length.handoff_tokens, trace)
         trace.committed_s = course.committed_s = self._clock.now()
         self._booking.landed(trace.committed_s)
         return encode(RemotePrefill(grant.transfer_id, grant.form, attachments=request.n))
@@ -248,14 +251,14 @@ class HandOff:
             return prompt.prefix(tokens).at(block_tokens)
         return await asyncio.to_thread(lambda: prompt.prefix(tokens).at(block_tokens))
 
-    async def _obtain_grant(self, transfer: OpenTransfer, context: TraceContext) -> Grant:
+    async def _obtain_grant(self, transfer: OpenTransfer, traceparent: str) -> Grant:
         # Leaving the hand-off aborts this id. That releases the memory also when the answer is
         # late, lost or damaged, because the kvd refuses an open that arrives after its abort.
         self._transfer_id = transfer.transfer_id
         try:
             # The client bounds the time. A timer of this process would also expire after a pause of
             # the gateway, although the answer has arrived.
-            answer = await self._kvd.open(transfer, context)
+            answer = await self._kvd.open(transfer, traceparent)
         except ConnectionLost as error:
             lost = record_lost_kvd(self._fleet, self._route.decode, error)
             raise AttemptFailed(
@@ -297,24 +300,22 @@ class HandOff:
                 if attempt == _ABORT_ATTEMPTS:
                     raise
 
-    async def _copy_prefixes(self, prompt: PromptHashes, course: AttemptTrace) -> None:
+    async def _copy_prefixes(self, prompt: PromptHashes, trace: RequestTrace) -> None:
         """Copies the prefixes that the prefill is to resume from. Without them the prefill takes
         longer, and nothing else changes."""
-        if not self._route.copies:
-            return
         bound_s = self._timeouts.prefix_copy_s + _COPY_TIMES * max(
             copy.seconds for copy in self._route.copies
         )
-        call = course.begin_call(self._clock.now())
+        call = begin_call(trace.context, self._clock.now())
         under_way = []
         for planned in self._route.copies:
             copy = self._copy_of(planned, prompt)
             if copy is not None:
-                copying = self._prefix_copies.start(copy, bound_s, call.context)
+                copying = self._prefix_copies.start(copy, bound_s, call.traceparent)
                 if copying is not None:
                     under_way.append(copying)
         if under_way:
-            course.copies = call
+            trace.course.copies = call
             await asyncio.wait(under_way, timeout=bound_s)
             call.answered_s = self._clock.now()
 
@@ -336,7 +337,7 @@ class HandOff:
         self,
         grant: Grant,
         body: dict[str, Any],
-        request_id: str,
+        headers: Mapping[str, str],
         handoff_tokens: int,
         trace: RequestTrace,
     ) -> None:
@@ -350,8 +351,6 @@ class HandOff:
                 kind=LOST,
             )
         node = NodeClient(self._http, url, self._timeouts)
-        call = trace.course.prefill = trace.course.begin_call(self._clock.now())
-        headers = {"X-Request-Id": request_id, TRACEPARENT: call.context.traceparent}
         prefilling = self._prefilling = self._background_calls.run(
             node.prefill(encode_body(body), headers), self._timeouts.prefill_s
         )

@@ -29,6 +29,8 @@ _REJECTED = "rejected"  # the client's fault
 _FAILED = frozenset({"failed", "broken", "shed"})
 _ATTEMPT_CHARS = 300  # ids and names of nodes
 _REQUEST_CHARS = 300
+# Of a request without errors and with one prompt, at most about.
+_USUAL_CHARS = 1_000
 
 
 class KeptRequest(NamedTuple):
@@ -38,12 +40,6 @@ class KeptRequest(NamedTuple):
     outcome: str
     error_text: str
     ended_s: float  # now, while it is in progress
-
-    @property
-    def failed(self) -> bool:
-        """For a reason that is not the client's. A request that was refused before it was read is
-        left out: a client beyond its limit would fill the list."""
-        return self.outcome in _FAILED and self.record.prompt_tokens > 0
 
     @property
     def explanation(self) -> Explanation | None:
@@ -76,9 +72,13 @@ class RequestHistory:
     def end(self, record: RequestRecord, outcome: str, error_text: str, now_s: float) -> None:
         del self._in_flight[id(record)]
         kept = KeptRequest(record, outcome, error_text, now_s)
-        chars = _count_chars(kept)
+        trace = record.trace
+        usual = not (error_text or trace.failures or record.prompts) and len(trace.courses) < 2
+        chars = _USUAL_CHARS if usual else _count_chars(kept)
         self._latest.add(kept, chars)
-        if kept.failed:
+        if outcome in _FAILED and record.prompt_tokens:
+            # A request that was refused before it was read is left out: a client beyond its limit
+            # would fill the list.
             self._failed.add(kept, chars)
         if outcome != _REJECTED:
             slow = self._streams if record.stream else self._others
@@ -146,7 +146,8 @@ class _Slowest:
         self._number = 0
 
     def add(self, kept: KeptRequest, chars: int, now_s: float) -> None:
-        self._turn(now_s)
+        if now_s >= self._since_s + WINDOW_S:
+            self._turn(now_s)
         waited_s = kept.waited_s
         if len(self._heap) >= SLOWEST and waited_s <= self._heap[0].waited_s:
             return  # the usual case

@@ -102,7 +102,7 @@ class _Maker:
             yield from self._attempt(parent, course, trace)
             ended_s = course.ended_s
         if trace.asked_s is not None:  # it waits, or has ended while it waited
-            base = trace.courses[-1].context.span_id if trace.courses else parent
+            base = trace.courses[-1].span_id if trace.courses else parent
             if ended_s is not None:
                 yield from self._back_off(_derived(base, 5), parent, ended_s, trace.asked_s)
             yield self._span(
@@ -116,7 +116,7 @@ class _Maker:
 
     def _wait(self, parent: str, course: AttemptTrace, ended_s: float | None) -> Iterator[Span]:
         """`ended_s`: when the attempt before has ended."""
-        own = course.context.span_id
+        own = course.span_id
         if ended_s is not None:
             yield from self._back_off(_derived(own, 2), parent, ended_s, course.asked_s)
         attributes = {names.REASON: shown(course.waited_for)} if course.waited_for else {}
@@ -131,7 +131,7 @@ class _Maker:
             yield self._span(names.BACK_OFF, span_id, parent, ended_s, asked_s)
 
     def _attempt(self, parent: str, course: AttemptTrace, trace: RequestTrace) -> Iterator[Span]:
-        route, own = course.route, course.context.span_id
+        route, own = course.route, course.span_id
         end_s = self._until(course.ended_s)
         is_last = course is trace.course
         attributes: dict[str, Value] = {
@@ -183,7 +183,7 @@ class _Maker:
         end_s, error = course.committed_s, ""
         if end_s is None:
             end_s, error = self._until(course.ended_s), course.failure
-        own = course.context.span_id
+        own = course.span_id
         return self._span(
             names.COMMIT, _derived(own, 3), own, granted_s, end_s, attributes, error=error
         )
@@ -196,7 +196,7 @@ class _Maker:
         if call.answered_s is not None and self._kept.record.stream:
             attributes[names.TTFT] = call.answered_s - call.sent_s
         end_s = self._until(course.ended_s)
-        own, parent = call.context.span_id, course.context.span_id
+        own, parent = call.span_id, course.span_id
         error = course.failure
         if self._kept.outcome == "broken" and not error:
             error = self._kept.error_text
@@ -219,7 +219,7 @@ class _Maker:
             end_s = course.committed_s
         if end_s is None:
             end_s, error = self._until(course.ended_s), course.failure
-        own, parent = call.context.span_id, course.context.span_id
+        own, parent = call.span_id, course.span_id
         return self._span(name, own, parent, call.sent_s, end_s, attributes, kind=kind, error=error)
 
     def _until(self, time_s: float | None) -> float:
