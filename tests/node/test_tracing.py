@@ -191,7 +191,7 @@ def test_a_choice_ends_in_the_step_that_it_was_in(
 def test_a_node_and_its_own_kvd_send_spans_to_one_collector() -> None:
     trace = new_trace(sampled=True)
     with receiver_thread() as receiver:
-        emulated_node = (
+        engine = (
             "--engine",
             "emulated",
             "--model",
