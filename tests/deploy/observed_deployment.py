@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from prfaas.config import load_deployment
-from prfaas.config.deployment import Node
+from prfaas.config import Deployment, load_deployment
+from prfaas.config.deployment import Node, ReplanSection
 from prfaas.config.gateway import TenantSection
 from prfaas.config.write import deployment_toml
 from prfaas.contracts.readiness import GatewayReady
@@ -39,8 +39,9 @@ from tests.deploy.prometheus import (
 SCRAPE_S = 1.0
 RANGE_S, FOR_S = 10, 1  # of the rules, instead of minutes
 SHORT, LONG = 1_000, 100_000  # prompt tokens: the threshold is between them
+_STREAMED_TOKENS = 20_000  # an answer that lasts longer than the test
 PATIENCE_S = 90.0  # for one alert; only a hang takes so long
-NO_ONE = Node("http://127.0.0.1:9", "http://127.0.0.1:9")  # the port of `discard`: refused
+_NO_ONE = Node("http://127.0.0.1:9", "http://127.0.0.1:9")  # the port of `discard`: refused
 
 
 class ObservedDeployment:
@@ -67,7 +68,9 @@ class ObservedDeployment:
         """The status of a streamed completion that was read to its end, whatever that is; 0 when
         the connection broke."""
         body = {"model": self._model, "prompt": list(ids), "max_tokens": output_tokens}
-        data = msgspec.json.encode({**body, "stream": True, "ignore_eos": True})
+        # Emulated engines have no text: without ids their events would be empty.
+        more = {"stream": True, "ignore_eos": True, "return_token_ids": True}
+        data = msgspec.json.encode({**body, **more})
         url = f"{self.gateways[gateway]}/v1/completions"
         try:
             async with self.served.access.tenants[tenant].post(url, data=data) as answer:
@@ -121,6 +124,33 @@ class ObservedDeployment:
 
     # Processes ------------------------------------------------------------------------------------
 
+    @asynccontextmanager
+    async def streams(self, nodes: Iterable[str]) -> AsyncIterator[None]:
+        """Answers that do not end stream from each of these decode nodes, through the first
+        gateway, until the block ends or they break. Other traffic has at most three requests."""
+        await self.served.until(self.served.in_use)
+        asked = [
+            asyncio.create_task(self.ask(self.new_prompt(SHORT), output_tokens=_STREAMED_TOKENS))
+            for _ in range(8)
+        ]
+        try:
+            for node in nodes:
+                instance = urlsplit(self.served.node(node).url).netloc
+                await self.until(f'vllm:num_requests_running{{instance="{instance}"}} > 3')
+            yield
+        finally:
+            for one in asked:
+                one.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+
+    async def until(self, query: str, series: int = 1) -> None:
+        """Waits until the query returns so many series."""
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                if len(await self.prometheus.query(query)) >= series:
+                    return
+                await asyncio.sleep(SCRAPE_S / 4)
+
     async def pages(self) -> dict[str, str]:
         """What each process exposes."""
         served = self.served
@@ -128,20 +158,14 @@ class ObservedDeployment:
         urls |= {name: served.node(name).url for name in served.names}
         return {name: await served.text(f"{url}/metrics") for name, url in urls.items()}
 
-    async def add_gateway(self, name: str, *, max_attempts: int, alone: bool) -> None:
-        """Starts one more gateway that makes plans. `alone`: it reaches none of its nodes."""
+    async def add_gateway(
+        self, name: str, change: Callable[[Deployment], Deployment] = lambda given: given
+    ) -> None:
+        """Starts one more gateway that makes plans, with a changed deployment file."""
         folder = self.served.hosts.folder
-        given = load_deployment(folder / "gateway-0.toml")
-        section = msgspec.structs.replace(given.gateway, max_attempts=max_attempts)
-        clusters = given.clusters
-        if alone:
-            clusters = [
-                msgspec.structs.replace(cluster, nodes=[NO_ONE] if cluster.nodes else [])
-                for cluster in clusters
-            ]
         file = folder / f"{name}.toml"
-        changed = msgspec.structs.replace(given, gateway=section, clusters=clusters)
-        file.write_text(deployment_toml(changed))
+        given = load_deployment(folder / "gateway-0.toml")
+        file.write_text(deployment_toml(change(given)))
         command = gateway_command(file, ("--port", "0"), name=name)
         child: Child[GatewayReady] = await self.served.hosts.children.start(command)
         self.gateways[name] = (await child.ready()).http
@@ -169,6 +193,25 @@ class ObservedDeployment:
         replacing = self._targets.with_suffix(".new")
         replacing.write_text(json.dumps(found))
         replacing.rename(self._targets)
+
+
+def unreachable(given: Deployment) -> Deployment:
+    """No process is at the addresses of the nodes."""
+    clusters = [msgspec.structs.replace(cluster, nodes=[_NO_ONE]) for cluster in given.clusters]
+    return msgspec.structs.replace(given, clusters=clusters)
+
+
+def eager(given: Deployment) -> Deployment:
+    """Its gateway wants a second local prefill node as soon as it has seen some traffic, and makes
+    one attempt for each request."""
+    far, near = given.clusters
+    rules = ReplanSection(every_s=1.0, warmup_s=0.0, block_requests=20, dwell_s=0.0)
+    return msgspec.structs.replace(
+        given,
+        clusters=[far, msgspec.structs.replace(near, prefill=2, decode=1)],
+        scheduler=msgspec.structs.replace(given.scheduler, replan=rules),
+        gateway=msgspec.structs.replace(given.gateway, max_attempts=1),
+    )
 
 
 async def _repeat(doing: Callable[[], Any]) -> None:

@@ -53,10 +53,8 @@ def complaints_about(page: str) -> list[str]:
 
 
 def families_of(page: str) -> dict[str, str]:
-    """The help texts of an exposition, by the names of its families. Those that Python's library
-    adds, with the time at which a series began, are left out."""
-    found = dict(re.findall(r"^# HELP (\S+) (.*)$", page, re.MULTILINE))
-    return {name: text for name, text in found.items() if not name.endswith("_created")}
+    """The help texts of an exposition, by the names of its families."""
+    return dict(re.findall(r"^# HELP (\S+) (.*)$", page, re.MULTILINE))
 
 
 class Value(NamedTuple):

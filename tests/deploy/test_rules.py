@@ -42,10 +42,10 @@ CASES = {
     ),
     "PrfaasNoPlan": Case(
         {'prfaas_gateway_plan_in_force{cluster="pd"}': "0x50"},
-        {'prfaas_gateway_plan_in_force{cluster="pd"}': "0x4 1x50"},
-    ),
-    "PrfaasPlanOutdated": Case(
-        {"prfaas_gateway_plan_outdated": "1x50"}, {"prfaas_gateway_plan_outdated": "0x50"}
+        {
+            'prfaas_gateway_plan_in_force{cluster="pd"}': "0x4 1x50",
+            "prfaas_gateway_plan_outdated": "0x50",
+        },
     ),
     "PrfaasPlanNotFollowed": Case(
         {'prfaas_gateway_roles_pending{cluster="pd"}': "1x100"},
@@ -177,11 +177,30 @@ def test_every_alert_has_a_severity_a_text_and_a_runbook() -> None:
         assert texts["runbook_url"] == f"docs/operations.md#{name.lower()}"
 
 
+# Other ways to the same alerts.
+MORE_CASES = (
+    (
+        "PrfaasNoPlan",
+        Case(
+            {
+                'prfaas_gateway_plan_in_force{cluster="pd"}': "1x50",
+                "prfaas_gateway_plan_outdated": "0x10 1x40",
+            },
+            {},
+        ),
+    ),
+    (
+        "PrfaasLinkCut",
+        Case({f"prfaas_gateway_link_up{LINK}": "1x20 0x30"}, {}),
+    ),
+)
+
+
 @needs_prometheus
 def test_every_alert_fires_on_its_fault_alone(tmp_path: Path) -> None:
     assert CASES.keys() == {rule["alert"] for rule in rules()}
     tests = []
-    for name, case in CASES.items():
+    for name, case in (*CASES.items(), *MORE_CASES):
         fires = f'count(ALERTS{{alertname="{name}",alertstate="firing"}})'
         for series, found in ((case.fires, [{"labels": "{}", "value": 1}]), (case.quiet, [])):
             tests.append(

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from prfaas.engine.api import EngineLimits, EngineStats, StepTiming
+from prfaas.service.exposition import render_metrics
 
 # Seconds. A subset of vLLM's bounds.
 _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40)
@@ -125,7 +126,7 @@ class NodeMetrics:
         self._waiting.set(now.waiting + held)
         capacity = max(1, self._limits.max_running) * self._limits.max_tokens
         self._usage.set(min(1.0, now.kv_tokens / capacity))
-        return generate_latest(self.registry)
+        return render_metrics(self.registry)
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(name, text, _LABELS, registry=self.registry).labels(*self._labels)

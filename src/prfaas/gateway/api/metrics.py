@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
@@ -16,6 +16,7 @@ from prfaas.gateway.api.loop_lag import Lag, LargestLag
 from prfaas.gateway.api.response_stream import CutShort
 from prfaas.gateway.exposition.reasons import label_of
 from prfaas.gateway.request import RequestTrace
+from prfaas.service.exposition import render_metrics
 
 _LAG_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160)
@@ -23,8 +24,8 @@ _EXPOSED_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 _TOKENS = (256, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144, 524288, 1048576)
 
 _PATHS = ("/v1/completions", "/v1/chat/completions")
-ROUTES = ("local", "remote", "remainder", "mixed", "none")
-OUTCOMES = ("completed", "shed", "rejected", "failed", "broken", "stalled", "cancelled")
+_ROUTES = ("local", "remote", "none")  # and `remainder` and `mixed`, which are rare
+_FAILURES = ("shed", "failed", "broken")  # beside other outcomes
 _LOSSES = ("died", "timeout")  # of body workers
 
 
@@ -101,7 +102,7 @@ class ApiMetrics:
         )
         # A series that appears with its first failure would hide it: Prometheus counts the
         # increase from the first value that it has seen.
-        for labels in product(_PATHS, ROUTES, OUTCOMES):
+        for labels in product(_PATHS, _ROUTES, _FAILURES):
             self._requests.labels(*labels)
         self._tenant_requests = self._counter(
             "tenant_requests", "Requests of a tenant that have ended.", ("tenant", "outcome")
@@ -119,8 +120,6 @@ class ApiMetrics:
         )
         self._all_routes = self._define_route_metrics()
         self._of_route: dict[str, _RouteMetrics] = {}
-        for route in ROUTES:
-            self._metrics_of(route)
         self.unauthorized = self._counter(
             "unauthorized_requests", "Requests that had no valid API key."
         )
@@ -205,7 +204,7 @@ class ApiMetrics:
         self.registry.register(_Included(collect))
 
     def render(self) -> bytes:
-        return generate_latest(self.registry)
+        return render_metrics(self.registry)
 
     def _metrics_of(self, route: str) -> _RouteMetrics:
         found = self._of_route.get(route)
