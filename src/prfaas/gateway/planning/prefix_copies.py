@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
 from prfaas.cache.manager import CopyProposal
 from prfaas.clock import Clock
@@ -23,6 +23,7 @@ from prfaas.contracts.kvd_api import PULL_S, PrefixPulled, PullPrefix
 from prfaas.errors import PeerError, TransferFailed
 from prfaas.gateway.client.kvd_client import KvdClient
 from prfaas.gateway.dispatch.background_calls import BackgroundCalls
+from prfaas.gateway.exposition.families import counter, gauge
 from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.fleet.member import Member
 from prfaas.http_client.client import HttpClient
@@ -93,9 +94,12 @@ class PrefixCopies:
         """The copies that no request waits for."""
         return [copy for copy in self.under_way if copy.why != "route"]
 
-    def start(self, copy: PrefixCopy, within_s: float) -> asyncio.Future[Any] | None:
+    def start(
+        self, copy: PrefixCopy, within_s: float, traceparent: str | None = None
+    ) -> asyncio.Future[Any] | None:
         """Returns a future that ends when the copy is made or has failed, or after `within_s`; the
-        future never fails. Returns None when the copy cannot be made now."""
+        future never fails. Returns None when the copy cannot be made now. `traceparent`: of the
+        request that needs the copy first."""
         source = self._fleet.members.named(copy.source)
         target = self._fleet.members.named(copy.target)
         if source is None or target is None or not copy.hashes:
@@ -109,7 +113,7 @@ class PrefixCopies:
         if self._clock.now() < self._rests_until_s.get((copy.source, copy.target), -math.inf):
             return None
         within_s = min(within_s, PULL_S)
-        copying = self._make(copy._replace(compat=compat), source, target, within_s)
+        copying = self._make(copy._replace(compat=compat), source, target, within_s, traceparent)
         timeout_s = within_s + self._fleet.timeouts.kvd_call_s
         task: asyncio.Future[Any] = self._background_calls.run(copying, timeout_s)
         self._under_way[key] = (copy, task)
@@ -117,7 +121,12 @@ class PrefixCopies:
         return task
 
     async def _make(
-        self, copy: PrefixCopy, source: Member, target: Member, within_s: float
+        self,
+        copy: PrefixCopy,
+        source: Member,
+        target: Member,
+        within_s: float,
+        traceparent: str | None,
     ) -> None:
         began_s = self._clock.now()
         relay = self._fleet.links.relay_between(source, target)
@@ -126,7 +135,7 @@ class PrefixCopies:
         try:
             async with asyncio.timeout(within_s):
                 kvd = KvdClient(self._http, target.kvd_url, self._fleet.timeouts)
-                answer = await kvd.pull(pull)
+                answer = await kvd.pull(pull, traceparent)
             if isinstance(answer, NotNow):
                 raise TransferFailed(f"{copy.target} refused: {answer.reason}")
         except (PeerError, TimeoutError) as error:
@@ -150,18 +159,21 @@ class PrefixCopies:
         tally.nbytes += answer.granted_bytes
 
     def metrics(self) -> Iterator[Metric]:
-        copies = _counter("moves", "Prefix copies between nodes.", "why", "outcome")
-        tokens = _counter("moved_tokens", "Tokens of prefixes that were copied.", "why")
-        nbytes = _counter("moved_bytes", "Bytes of copied prefixes that the targets lacked.", "why")
+        copies = counter(
+            "prefix_copies", "Copies of prefixes between nodes that have ended.", "why", "outcome"
+        )
+        tokens = counter("prefix_copied_tokens", "Tokens of the prefixes that were copied.", "why")
+        nbytes = counter(
+            "prefix_copied_bytes", "Bytes of copied prefixes that the targets lacked.", "why"
+        )
         for why, tally in self.tallies.items():
             copies.add_metric([why, "made"], tally.made)
             copies.add_metric([why, "failed"], tally.failed)
             tokens.add_metric([why], tally.tokens)
             nbytes.add_metric([why], tally.nbytes)
         yield from (copies, tokens, nbytes)
-        under_way = "Prefix copies that are being made."
-        yield GaugeMetricFamily("prfaas_gateway_moves_under_way", under_way, len(self._under_way))
-
-
-def _counter(name: str, help_text: str, *labels: str) -> CounterMetricFamily:
-    return CounterMetricFamily(f"prfaas_gateway_{name}", help_text, labels=labels)
+        yield gauge(
+            "prefix_copies_in_progress",
+            "Copies of prefixes that are being made.",
+            value=len(self._under_way),
+        )
