@@ -18,6 +18,7 @@
 # make lint        ruff, without changing files        make types   mypy --strict
 # make format      rewrite the code with ruff
 # make docs        generate docs/configuration.md and docs/api.md from the schema
+# make dashboard   generate deploy/grafana/prfaas.json
 # make bench       all benchmarks, as JSON
 # make bench-vllm  the connector compared with vLLM's NixlConnector, as JSON
 # make agree       two deployments, served and simulated on the same requests (needs an idle machine)
@@ -42,7 +43,7 @@ VLLM_VENV := .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
 
 .PHONY: setup demo up soak agree test test-slow test-gpu test-grid test-long test-vllm bench-vllm check lint \
-  types format docs bench fuzz clean test-harnesses test-clients test-browser FORCE
+  types format docs dashboard bench fuzz clean test-harnesses test-clients test-browser FORCE
 
 setup: $(READY)
 
@@ -199,6 +200,9 @@ format: setup
 docs: setup
 	$(BIN)/python -m prfaas.config.reference > docs/configuration.md
 	$(BIN)/python -m prfaas.node.served.reference > docs/api.md
+
+dashboard: setup
+	$(BIN)/python deploy/grafana/build.py > deploy/grafana/prfaas.json
 
 # TRACE=conversation.jsonl.xz adds the cache's hit rates and the simulator's speed on that trace.
 # Not included: `prfaas bench policies` (half an hour), `prfaas bench episode` (five minutes), and

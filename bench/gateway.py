@@ -251,7 +251,7 @@ def stalls(port: int) -> dict[float, float]:
     """Event-loop lag of the gateway: bound in ms -> cumulative count of its samples."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as page:
         text = page.read().decode()
-    found = re.findall(r'prfaas_gateway_loop_stall_seconds_bucket{le="([^"]+)"} (\S+)', text)
+    found = re.findall(r'prfaas_gateway_loop_lag_seconds_bucket{le="([^"]+)"} (\S+)', text)
     return {float(bound) * 1e3: float(count) for bound, count in found}
 
 

@@ -194,8 +194,10 @@ def value(text: str, name: str) -> float:
 
 
 def largest_lags(text: str) -> dict[str, float]:
-    found = re.findall(r'prfaas_gateway_loop_stall_max_seconds{part="(\w+)"} (\S+)', text)
-    return {part: float(seconds) for part, seconds in found}
+    return {
+        "all": value(text, "loop_lag_max_seconds"),
+        "own": value(text, "loop_lag_own_max_seconds"),
+    }
 
 
 def lag_counts(text: str, name: str) -> dict[float, float]:
@@ -226,7 +228,7 @@ def watch(port: int, pid: int, stop: threading.Event, found: Found) -> None:
 
 def lags(before: str, after: str, largest_s: dict[str, float]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for part, name in (("all", "loop_stall_seconds"), ("own", "loop_stall_own_seconds")):
+    for part, name in (("all", "loop_lag_seconds"), ("own", "loop_lag_own_seconds")):
         counts = lag_counts(before, name), lag_counts(after, name)
         found[part] = {
             "p50_at_most": quantile_ms(*counts, 0.5),

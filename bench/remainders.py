@@ -230,7 +230,7 @@ def served_by_route(gateway_url: str) -> dict[str, int]:
         route = re.search(r'route="([^"]*)"', labels)
         assert route is not None
         found[route[1]] = found.get(route[1], 0) + int(float(value))
-    return found
+    return {route: number for route, number in found.items() if number}
 
 
 # Requests -----------------------------------------------------------------------------------------

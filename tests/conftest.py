@@ -53,7 +53,7 @@ PAIR_MODELS = ("falcon-h1", "gemma3")
 LONGEST = (
     *("tests/faults/clusters/test_cluster_faults.py", "tests/launch/test_regions.py"),
     *(f"{PAIRS}:{model}" for model in PAIR_MODELS),
-    *("tests/engine/", "tests/gateway/dispatch/"),
+    *("tests/engine/", "tests/gateway/dispatch/", "tests/deploy/test_end_to_end.py"),
     *("tests/faults/test_campaign.py", "tests/node/test_handoff.py", "tests/node/test_faults.py"),
     *("tests/gateway/test_models.py", "tests/testing/test_gpu_bench.py"),
     *("tests/service/test_schemathesis.py", "tests/transport/test_faults_with_workers.py"),

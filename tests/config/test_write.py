@@ -10,7 +10,7 @@ import pytest
 
 from prfaas.config import Deployment, load_deployment, parse_deployment
 from prfaas.config.deployment import GatewayEntry, Node, SchedulerSection
-from prfaas.config.gateway import ApiKey
+from prfaas.config.gateway import ApiKey, TenantSection
 from prfaas.config.write import deployment_toml, toml
 
 CASE_STUDY = Path(__file__).parents[2] / "configs" / "case_study.toml"
@@ -72,7 +72,10 @@ def test_nodes_and_keys() -> None:
     nodes = [Node("http://a:1", "http://a:2", "r:1"), Node("http://b:1", "http://b:2")]
     clusters = [msgspec.structs.replace(c, nodes=nodes) for c in deployment.clusters]
     gateway = msgspec.structs.replace(
-        deployment.gateway, keys=[ApiKey("k", tenant="t")], plans=False
+        deployment.gateway,
+        keys=[ApiKey("k", tenant="t")],
+        plans=False,
+        tenants={"t": TenantSection(weight=2.0, max_in_flight=3)},
     )
     running = msgspec.structs.replace(deployment, clusters=clusters, gateway=gateway)
     assert again(running) == running

@@ -165,7 +165,7 @@ async def test_predictions_follow_nodes_that_are_slower_than_their_profile(
         # At least what the engine takes, and no more than what requests took: calls and threads
         # come on top of the engine, on a busy machine much, also behind the first token.
         assert 0.95 * SLOWER * first["prefill_s"] < found["prefill_s"] < 2 * max(ttfts_s)
-        assert metric(backend, "prfaas_gateway_prefill_pace")[0] == pace(backend)
+        assert metric(backend, "prfaas_gateway_prefill_pace_ratio")[0] == pace(backend)
 
 
 def advised_s(backend: GatewayBackend) -> float:

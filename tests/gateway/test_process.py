@@ -153,7 +153,7 @@ def test_health_and_the_document_need_no_key(url: str) -> None:
     for name in (
         "requests_total",
         'plan_threshold_tokens{cluster="pd"} 1000',
-        'prefill_pace{cluster="pd"}',
+        'prefill_pace_ratio{cluster="pd"}',
     ):
         assert f"prfaas_gateway_{name}" in page, name
 

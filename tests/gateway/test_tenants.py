@@ -53,7 +53,7 @@ async def test_a_flood_of_one_tenant_is_overtaken_by_another(
     idle = {"weight": 1.0, "in_flight": 0, "queued": 0, "queued_tokens": 0, "body_bytes": 0}
     assert tenants == {"a": {**idle, "refused": 0}, "b": {**idle, "weight": 2.0, "refused": 0}}
     assert 'prfaas_gateway_tenant_weight{tenant="b"} 2.0' in page
-    assert 'prfaas_gateway_tenant_refused_total{tenant="a"} 0.0' in page
+    assert 'prfaas_gateway_tenant_refused_requests_total{tenant="a"} 0.0' in page
     for tenant, count in ("a", FLOOD), ("b", OTHERS):
         labels = f'outcome="completed",tenant="{tenant}"'
         assert f"prfaas_gateway_tenant_requests_total{{{labels}}} {count}.0" in page

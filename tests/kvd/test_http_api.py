@@ -211,11 +211,12 @@ def test_metrics_are_prometheus(host: Host) -> None:
     status, body = host.get("/metrics")
     lines = body.decode().splitlines()
     assert status == 200
-    assert any(
-        line.startswith('prfaas_kvd_pool_pages{form="canonical",state="used"}') for line in lines
-    )
-    assert 'prfaas_kvd_transfers{stage="granted"} 0.0' in lines
-    assert 'prfaas_kvd_pool_queries_total{form="canonical"} 1.0' in lines
+    memory = 'prfaas_kvd_pool_memory_bytes{form="canonical",state="'
+    found = [line for line in lines if line.startswith(memory)]
+    assert [line.split('"')[3] for line in found] == ["held", "idle", "free"]
+    assert float(found[1].split()[-1]) > 0, "the prefix is kept and is held by no request"
+    assert 'prfaas_kvd_transfers{direction="incoming",stage="granted"} 0.0' in lines
+    assert 'prfaas_kvd_pool_lookups_total{form="canonical"} 1.0' in lines
 
 
 def test_a_kvd_sends_heartbeats_to_its_gateways(tmp_path: Path) -> None:

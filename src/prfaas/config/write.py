@@ -59,6 +59,8 @@ def _value(value: Any) -> str:
 
 def sparse(value: Any) -> Any:
     """Structs as dictionaries of the file's keys, without defaults and without None."""
+    if isinstance(value, dict):
+        return {key: sparse(entry) for key, entry in value.items()}
     if not isinstance(value, msgspec.Struct):
         return [sparse(entry) for entry in value] if isinstance(value, list) else value
     config = value.__struct_config__

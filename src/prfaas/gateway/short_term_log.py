@@ -11,11 +11,13 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
+from prfaas.gateway.exposition.families import counter
 from prfaas.scheduler.congestion import LinkVerdict
 from prfaas.scheduler.state import LinkState, ShortTermState
 from prfaas.scheduler.view import LinkId
+from prfaas.service.logging import with_fields
 from prfaas.types import ClusterId
 
 log = logging.getLogger(__name__)
@@ -53,6 +55,13 @@ class ShortTermLog:
                 state.threshold_factor,
                 before.threshold_factor,
                 state.cause,
+                extra=with_fields(
+                    event="threshold",
+                    home=home,
+                    factor=state.threshold_factor,
+                    factor_before=before.threshold_factor,
+                    cause=state.cause,
+                ),
             )
 
     def _record_verdict(self, link_id: LinkId, known: LinkState, link: LinkState) -> None:
@@ -67,6 +76,14 @@ class ShortTermLog:
             *link_id,
             link.health.described,
             known.health.described,
+            extra=with_fields(
+                event="verdict",
+                source=link_id[0],
+                target=link_id[1],
+                verdict=link.health.verdict.name.lower(),
+                verdict_before=known.health.verdict.name.lower(),
+                cause=cause,
+            ),
         )
 
     def _record_rate(self, link_id: LinkId, link: LinkState) -> None:
@@ -85,43 +102,17 @@ class ShortTermLog:
         self._logged_bps[link_id] = link.bps
 
     def metrics(self) -> Iterator[Metric]:
-        if not self._states:
-            return
-        verdict = GaugeMetricFamily(
-            "prfaas_gateway_link_verdict",
-            "Verdict on a link: 0 clear, 1 building, 2 congested.",
-            labels=["source", "target"],
+        """What has changed; `exposition` has the present verdicts, rates and factors."""
+        changes = counter(
+            "link_verdict_changes",
+            "Changes of the verdict on a link, by the new verdict and the signal that caused it.",
+            *("source", "target", "verdict", "cause"),
         )
-        rate = GaugeMetricFamily(
-            "prfaas_gateway_link_believed_bps",
-            "Estimated rate of a link in bits per second; absent: the configured rate.",
-            labels=["source", "target"],
-        )
-        changes = CounterMetricFamily(
-            "prfaas_gateway_link_verdict_changes",
-            "Changes of the verdict on a link.",
-            labels=["source", "target", "verdict", "cause"],
-        )
-        for state in self._states.values():
-            for link_id, link in state.links.items():
-                verdict.add_metric(link_id, link.health.verdict.value)
-                if link.bps is not None:
-                    rate.add_metric(link_id, link.bps)
         for (link_id, name, cause), number in self._changes.items():
             changes.add_metric([*link_id, name, cause], number)
-        yield verdict
-        yield rate
         yield changes
-        factor = GaugeMetricFamily(
-            "prfaas_gateway_threshold_factor",
-            "Factor on the plan's offloading threshold.",
-            labels=["cluster"],
-        )
-        for home, state in self._states.items():
-            factor.add_metric([home], state.threshold_factor)
-        yield factor
-        yield CounterMetricFamily(
-            "prfaas_gateway_threshold_factor_changes",
-            "Changes of the threshold factor.",
+        yield counter(
+            "threshold_factor_changes",
+            "Changes of the factor of the plan's threshold.",
             value=self._factor_changes,
         )

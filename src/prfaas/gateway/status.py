@@ -7,19 +7,24 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import msgspec
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
 from prfaas.clock import Clock
 from prfaas.contracts.forms import choose_compat
 from prfaas.contracts.kvd_api import PoolReport
 from prfaas.gateway.dispatch.attempts import RetryBudget
+from prfaas.gateway.exposition.dispatching import attempt_metrics, waiting_metrics
+from prfaas.gateway.exposition.families import counter, gauge
+from prfaas.gateway.exposition.links import ObservedLink, link_metrics
+from prfaas.gateway.exposition.nodes import node_metrics, observe_nodes
+from prfaas.gateway.exposition.planning import plan_metrics
+from prfaas.gateway.exposition.tenants import tenant_metrics
 from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.fleet.member import Member
 from prfaas.gateway.homes.traffic import HomeTraffic
 from prfaas.gateway.planning.long_term_loop import LongTermLoop
 from prfaas.gateway.planning.prefix_copies import PrefixCopies
 from prfaas.gateway.router import Router
-from prfaas.gateway.tenants import Tenants
 from prfaas.scheduler.explain import Explanation
 from prfaas.scheduler.plan import Plan
 from prfaas.scheduler.state import LinkState
@@ -131,31 +136,70 @@ class GatewayStatus:
         return values if len(self._fleet.homes) > 1 else values.get(self._fleet.homes[0])
 
     def metrics(self) -> Iterator[Metric]:
+        fleet, router = self._fleet, self._router
+        yield gauge(
+            "ready",
+            "Whether the gateway can serve requests now: 1 or 0.",
+            value=not self.unready_reason(),
+        )
+        yield from waiting_metrics(self._waiting())
+        yield from attempt_metrics(self._budget)
         yield from self._copies.metrics()
-        yield from self._loop.history.metrics(self._router.plans)
-        pace = GaugeMetricFamily(
-            "prfaas_gateway_prefill_pace",
-            "Observed prefill time divided by the profile's.",
-            labels=["cluster"],
+        yield from self._loop.history.metrics(router.plans)
+        yield from plan_metrics(
+            fleet.homes,
+            router.plans,
+            router.states,
+            self._roles_pending(),
+            plans_here=self._loop.plans_here,
+        )
+        pace = gauge(
+            "prefill_pace_ratio",
+            "The observed time of a cluster's prefills, divided by the time in its profile.",
+            "cluster",
         )
         for cluster in self._clusters():
-            pace.add_metric([cluster], self._fleet.pace.factors.get(cluster, 1.0))
+            pace.add_metric([cluster], fleet.pace.factors.get(cluster, 1.0))
         yield pace
-        yield from self._router.short_term_log.metrics()
-        yield from tenant_metrics(self._router.tenants)
-        failures = CounterMetricFamily(
-            "prfaas_gateway_loop_failures",
-            "Unexpected failures in a loop of the gateway, which went on.",
-            labels=["loop"],
+        yield from link_metrics(self._observed_links())
+        yield from router.short_term_log.metrics()
+        yield from node_metrics(
+            observe_nodes(fleet, self._clock.now()), fleet.liveness.fallen_silent
         )
-        for loop, number in self._fleet.failures.counts.items():
+        yield from tenant_metrics(router.tenants)
+        failures = counter(
+            "loop_failures",
+            "Unexpected failures in a loop of the gateway, which went on. Each one is a defect.",
+            "loop",
+        )
+        for loop, number in fleet.failures.counts.items():
             failures.add_metric([loop], number)
         yield failures
-        silences = CounterMetricFamily(
-            "prfaas_gateway_silent_nodes", "How often a node was found silent."
-        )
-        silences.add_metric([], self._fleet.liveness.fallen_silent)
-        yield silences
+
+    def _waiting(self) -> dict[str, int]:
+        """Requests that wait for each cluster; under the empty name, those for none of them."""
+        room = self._router.waiting_room
+        found = {str(cluster): room.count(cluster) for cluster in self._clusters()}
+        return {**found, "": len(room) - sum(found.values())}
+
+    def _roles_pending(self) -> dict[ClusterId, int]:
+        plans = self._router.plans
+        return {
+            home: sum(self.next_role(node) is not None for node in plan.roles)
+            for home, plan in plans.items()
+        }
+
+    def _observed_links(self) -> Iterator[ObservedLink]:
+        """Those that lead to or from a PD cluster, each once."""
+        seen: set[LinkId] = set()
+        for home in self._fleet.homes:
+            known = self._router.states[home].links
+            for link_id, view in self._view(home).links.items():
+                if link_id not in seen:
+                    seen.add(link_id)
+                    state = known.get(link_id) or LinkState()
+                    cuts = self._fleet.links.cuts[link_id]
+                    yield ObservedLink(link_id, view, state, cuts)
 
     def _clusters(self) -> list[ClusterId]:
         return [*self._fleet.homes, *self._fleet.remotes]
@@ -301,33 +345,6 @@ def _form(pool: PoolReport, fleet: Fleet, member: Member) -> dict[str, Any]:
         "indexed": fleet.members.formats.has_indexed_blocks(member, compat),
         "cache": _cache(pool),
     }
-
-
-def tenant_metrics(tenants: Tenants) -> Iterator[Metric]:
-    """One series for each tenant that has a name and keys now."""
-    named = {name: found for name, found in tenants.state().items() if name}
-    if not named:
-        return
-    gauges = {
-        "in_flight": "Requests of a tenant in flight.",
-        "queued": "Requests of a tenant that wait for a node.",
-        "queued_tokens": "Prompt tokens of a tenant's requests that have no first token yet.",
-        "body_bytes": "Bytes of the bodies of a tenant's requests in flight.",
-        "weight": "Weight of a tenant.",
-    }
-    for key, meaning in gauges.items():
-        gauge = GaugeMetricFamily(f"prfaas_gateway_tenant_{key}", meaning, labels=["tenant"])
-        for name, found in named.items():
-            gauge.add_metric([name], found[key])
-        yield gauge
-    refused = CounterMetricFamily(
-        "prfaas_gateway_tenant_refused",
-        "Requests of a tenant that a limit has refused.",
-        labels=["tenant"],
-    )
-    for name, found in named.items():
-        refused.add_metric([name], found["refused"])
-    yield refused
 
 
 def plan_json(plan: Plan | None, now_s: float) -> dict[str, Any]:

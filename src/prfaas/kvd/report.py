@@ -33,18 +33,33 @@ from prfaas.transport.workers.pool import WorkerPool
 from prfaas.types import Form, LinkStats
 
 T = TypeVar("T")
-_POOL_HELP = {
-    "queries": "Prefix lookups.",
-    "refused": "Reservations refused because memory was short.",
-    "hit_tokens": "Prompt tokens found in the pool.",
-    "lost_tokens": "Prompt tokens found in the pool that lacked a state or a window.",
-    "evicted_blocks": "Blocks evicted from every tier.",
-    "spilled_blocks": "Blocks written to SSD.",
-    "promoted_blocks": "Blocks read back from SSD.",
-    "unreadable_blocks": "Blocks on SSD that differed from what was written.",
-    "dropped_blocks": "Blocks evicted from memory without a copy on the SSD tier.",
-    "kept_answers": "Answers whose generated state became a prefix.",
+_POOL_COUNTERS = {  # by the field of `PoolCounters`
+    "queries": ("pool_lookups", "Lookups of a prefix in the pool."),
+    "refused": (
+        "pool_refused_reservations",
+        "Reservations that the pool refused because its memory was full.",
+    ),
+    "hit_tokens": ("pool_hit_tokens", "Prompt tokens that lookups found and could reuse."),
+    "lost_tokens": (
+        "pool_stateless_tokens",
+        "Prompt tokens that lookups found but could not reuse, because no state or window to "
+        "resume from was left.",
+    ),
+    "evicted_blocks": ("pool_evicted_blocks", "Blocks that were evicted from every tier."),
+    "spilled_blocks": ("pool_spilled_blocks", "Blocks that were written to the SSD tier."),
+    "promoted_blocks": ("pool_promoted_blocks", "Blocks that were read back from the SSD tier."),
+    "unreadable_blocks": (
+        "pool_unreadable_blocks",
+        "Blocks on the SSD tier that differed from what was written.",
+    ),
+    "dropped_blocks": (
+        "pool_dropped_blocks",
+        "Blocks that were evicted from memory without a copy on the SSD tier.",
+    ),
+    "kept_answers": ("pool_kept_answers", "Answers whose generated state became a prefix."),
 }
+_LATE_S = 60.0  # of which the share of lateness is shown; longer than the interval of most scrapes
+_BITS = 8  # of a byte: Prometheus' base unit is the byte
 
 
 class Reporter:
@@ -77,6 +92,11 @@ class Reporter:
     @property
     def workers(self) -> WorkerPool | None:
         return self._listener.workers
+
+    @property
+    def late_ratio(self) -> float:
+        """The share of the last minute in which this process could not run."""
+        return min(1.0, self._lateness.within(_LATE_S) / _LATE_S)
 
     def report(self) -> KvdReport:
         pools = tuple(_pool(storage) for storage in self._store.storages)
@@ -139,94 +159,118 @@ class _Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         report = self._reporter.report()
-        arrivals = report.arrivals
-        yield _counter("received_bytes", "Bytes received and verified.", arrivals.received_bytes)
-        yield _counter(
-            "duplicate_bytes",
-            "Bytes received again after they had been verified.",
-            arrivals.duplicate_bytes,
+        yield from self._transfer_metrics(report)
+        yield _gauge("held_leases", "Leases that engine processes hold.", value=report.held_leases)
+        yield _gauge(
+            "late_ratio",
+            "The share of the last minute in which this process had work to do and could not run.",
+            value=self._reporter.late_ratio,
         )
-        yield _counter(
-            "committed_transfers", "Incoming transfers that were committed.", arrivals.committed
-        )
-        yield _counter(
-            "failed_transfers", "Incoming transfers that failed or were aborted.", arrivals.aborted
-        )
-        transfers = _gauge("transfers", "Transfers by stage.", "stage")
-        for stage, number in (*report.incoming.items(), *report.outgoing.items()):
-            transfers.add_metric([stage], number)
-        yield transfers
-        held = _gauge("held_leases", "Leases held by engine processes.")
-        held.add_metric([], report.held_leases)
-        yield held
-        late = _gauge(
-            "late_seconds", "Seconds of the last two seconds in which this process could not run."
-        )
-        late.add_metric([], report.late_s)
-        yield late
-        by_form = CounterMetricFamily(
-            "prfaas_kvd_committed_by_form",
-            "Incoming transfers that were committed, also those that needed no byte.",
-            labels=["form"],
-        )
-        for form, number in self._reporter.committed.items():
-            by_form.add_metric([form], number)
-        yield by_form
         if (workers := self._reporter.workers) is not None:
-            running = _gauge("workers", "Worker processes that run.")
-            running.add_metric([], len(workers.pids))
-            yield running
+            yield _gauge(
+                "workers", "Worker processes that move the bytes.", value=len(workers.pids)
+            )
             yield _counter(
-                "replaced_workers", "Worker processes that have ended.", workers.replaced
+                "replaced_workers",
+                "Worker processes that ended unexpectedly and were replaced.",
+                value=workers.replaced,
             )
         if report.pools:
             yield from _pool_metrics(report.pools)
         yield from _link_metrics(report.links)
 
+    def _transfer_metrics(self, report: KvdReport) -> Iterator[Metric]:
+        arrivals = report.arrivals
+        yield _counter(
+            "received_bytes", "KV bytes that were received and verified.", arrivals.received_bytes
+        )
+        yield _counter(
+            "duplicate_bytes",
+            "KV bytes that were received again after they had been verified.",
+            arrivals.duplicate_bytes,
+        )
+        committed = CounterMetricFamily(
+            "prfaas_kvd_committed_transfers",
+            "Incoming transfers that were committed, also those that needed no byte.",
+            labels=["form"],
+        )
+        for form, number in self._reporter.committed.items():
+            committed.add_metric([form], number)
+        yield committed
+        yield _counter(
+            "failed_transfers", "Incoming transfers that failed or were aborted.", arrivals.aborted
+        )
+        transfers = _gauge("transfers", "Transfers by their stage.", "direction", "stage")
+        for direction, counts in (("incoming", report.incoming), ("outgoing", report.outgoing)):
+            for stage, number in counts.items():
+                transfers.add_metric([direction, stage], number)
+        yield transfers
+
 
 def _pool_metrics(pools: Sequence[PoolReport]) -> Iterator[Metric]:
-    pages = _gauge("pool_pages", "Pages of the arena by state.", "form", "state")
-    page_bytes = _gauge("pool_page_bytes", "Bytes of a page.", "form")
-    by_group = _gauge("pool_bytes", "Bytes of memory in use by KV group.", "form", "group")
+    memory = _gauge(
+        "pool_memory_bytes",
+        "Memory of the pool by its state. `held`: requests and transfers use it. `idle`: it has "
+        "cached prefixes, which are evicted when memory runs short. `free`: it has nothing.",
+        *("form", "state"),
+    )
+    by_group = _gauge(
+        "pool_group_bytes",
+        "Memory of the pool that is in use, by the group of layers.",
+        *("form", "group"),
+    )
     for pool in pools:
         form, occupancy = pool.compat.form, pool.occupancy
-        for state, number in (
-            ("used", occupancy.used_pages),
-            ("idle", occupancy.idle_pages),
-            ("capacity", occupancy.capacity_pages or 0),
-        ):
-            pages.add_metric([form, state], number)
-        page_bytes.add_metric([form], pool.page_bytes)
+        pages = {
+            "held": occupancy.used_pages - occupancy.idle_pages,
+            "idle": occupancy.idle_pages,
+            "free": max(0, (occupancy.capacity_pages or 0) - occupancy.used_pages),
+        }
+        for state, number in pages.items():
+            memory.add_metric([form, state], number * pool.page_bytes)
         for group, nbytes in pool.bytes_by_group.items():
             by_group.add_metric([form, group], nbytes)
-    yield from (pages, page_bytes, by_group)
-    for name in PoolCounters.__struct_fields__:
-        counter = CounterMetricFamily(f"prfaas_kvd_pool_{name}", _POOL_HELP[name], labels=["form"])
+    yield from (memory, by_group)
+    for field, (name, text) in _POOL_COUNTERS.items():
+        counter = CounterMetricFamily(f"prfaas_kvd_{name}", text, labels=["form"])
         for pool in pools:
-            counter.add_metric([pool.compat.form], getattr(pool.counters, name))
+            counter.add_metric([pool.compat.form], getattr(pool.counters, field))
         yield counter
 
 
 def _link_metrics(links: tuple[LinkStats, ...]) -> Iterator[Metric]:
-    goodput = _gauge("link_goodput_bps", "Payload bits acknowledged per second.", "peer")
+    """A kvd has at most `links.MAX_LINKS` links, which bounds the number of peers."""
+    connections = _gauge("link_connections", "TCP connections to the peer.", "peer")
+    goodput = _gauge(
+        "link_goodput_bytes_per_second",
+        "The rate at which KV bytes arrived at the peer in the latest report.",
+        "peer",
+    )
     backlog = _gauge(
-        "link_backlog_bytes", "Bytes that the receiver has not acknowledged yet.", "peer"
+        "link_backlog_bytes", "KV bytes that the peer has not acknowledged yet.", "peer"
     )
     waited = _gauge(
-        "link_waited_seconds", "Time that the oldest byte of the backlog has waited.", "peer"
+        "link_waited_seconds", "How long the oldest byte of the backlog has waited.", "peer"
+    )
+    rtt = _gauge(
+        "link_rtt_seconds",
+        "The round-trip time to the peer. The series is absent until it has been measured.",
+        "peer",
     )
     for link in links:
+        connections.add_metric([link.peer], link.connections)
         waited.add_metric([link.peer], link.waited_s)
-        goodput.add_metric([link.peer], link.goodput_bps)
+        goodput.add_metric([link.peer], link.goodput_bps / _BITS)
         backlog.add_metric([link.peer], link.backlog_bytes)
-    yield goodput
-    yield backlog
-    yield waited
+        if link.rtt_s is not None:
+            rtt.add_metric([link.peer], link.rtt_s)
+    yield from (connections, goodput, backlog, waited, rtt)
 
 
 def _counter(name: str, text: str, value: int) -> CounterMetricFamily:
     return CounterMetricFamily(f"prfaas_kvd_{name}", text, value=value)
 
 
-def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"prfaas_kvd_{name}", text, labels=labels)
+def _gauge(name: str, text: str, *labels: str, value: float | None = None) -> GaugeMetricFamily:
+    """`value`: of a gauge without labels."""
+    return GaugeMetricFamily(f"prfaas_kvd_{name}", text, value=value, labels=labels or None)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from prfaas.engine.api import EngineLimits, EngineStats, StepTiming
+from prfaas.service.exposition import render_metrics
 
 # Seconds. A subset of vLLM's bounds.
 _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40)
@@ -22,66 +23,80 @@ class NodeMetrics:
         self.registry = CollectorRegistry()
         self._labels = (model, "0")
         self._limits = limits
-        self._running = self._gauge("vllm:num_requests_running", "Requests in prefill or decode.")
+        self._running = self._gauge(
+            "vllm:num_requests_running", "Requests that the engine prefills or decodes."
+        )
         self._waiting = self._gauge(
-            "vllm:num_requests_waiting", "Requests waiting to be processed."
+            "vllm:num_requests_waiting", "Requests that wait for the engine."
         )
         self._usage = self._gauge(
-            "vllm:kv_cache_usage_perc", "KV-cache usage; 1 means 100 percent."
+            "vllm:kv_cache_usage_perc", "The share of the KV cache in use, from 0 to 1."
         )
         config = Gauge(
             "vllm:cache_config_info",
-            "Configuration of the cache.",
+            "The configuration of the cache, in labels. The value is always 1.",
             (*_LABELS, "block_size"),
             registry=self.registry,
         )
         config.labels(*self._labels, str(block_tokens)).set(1)
-        self.queries = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up.")
-        self.hits = self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the pool.")
+        self.queries = self._counter(
+            "vllm:prefix_cache_queries", "Prompt tokens that were looked up in the pool."
+        )
+        self.hits = self._counter(
+            "vllm:prefix_cache_hits", "Prompt tokens that were found in the pool."
+        )
         self.external_queries = self._counter(
-            "vllm:external_prefix_cache_queries", "Prompt tokens of remote prefills."
+            "vllm:external_prefix_cache_queries", "Prompt tokens that another node prefilled."
         )
         self.external_hits = self._counter(
-            "vllm:external_prefix_cache_hits", "Prompt tokens whose state a transfer brought."
+            "vllm:external_prefix_cache_hits", "Prompt tokens whose state a transfer brought here."
         )
-        self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens processed.")
-        self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
+        self.prompt_tokens = self._counter(
+            "vllm:prompt_tokens", "Prompt tokens that were processed."
+        )
+        self.generation_tokens = self._counter(
+            "vllm:generation_tokens", "Tokens that were generated."
+        )
         self.ttft_s = self._histogram(
-            "vllm:time_to_first_token_seconds", "Time from arrival to the first token.", _TTFT_S
+            "vllm:time_to_first_token_seconds",
+            "Time from a request's arrival to its first token.",
+            _TTFT_S,
         )
         self.step_s = self._histogram(
-            "vllm:inter_token_latency_seconds", "Time between two tokens of one request.", _STEP_S
+            "vllm:inter_token_latency_seconds", "Time between two tokens of a request.", _STEP_S
         )
         self.exported_bytes = self._counter(
-            "prfaas_node_exported_bytes", "Bytes of state written to the kvd's pages."
+            "prfaas_node_exported_bytes", "Bytes of state that were written to the kvd's pages."
         )
         self.unpooled = self._counter(
             "prfaas_node_unpooled_requests",
-            "Plain requests computed without the pool: it had no room, or no kvd answered.",
+            "Requests without a hand-off that did not use the pool: it had no room, or no kvd "
+            "answered.",
         )
         self.kept_answers = self._counter(
-            "prfaas_node_kept_answers", "Answers whose state the pool keeps."
+            "prfaas_node_kept_answers", "Answers whose state the pool has kept."
         )
         self.unkept_answers = self._counter(
             "prfaas_node_unkept_answers",
-            "Answers whose state was not kept: no room, no kvd, or their prompt was evicted.",
+            "Answers whose state was not kept: the pool had no room or had lost their prompt, or "
+            "no kvd answered.",
         )
         self._by_source = Counter(
             "vllm:prompt_tokens_by_source",
-            "Prompt tokens by the source of their state.",
+            "Prompt tokens, by the source of their state.",
             (*_LABELS, "source"),
             registry=self.registry,
         )
         self._succeeded = Counter(
             "vllm:request_success",
-            "Finished requests by finish reason.",
+            "Requests that have finished, by the reason.",
             (*_LABELS, "finished_reason"),
             registry=self.registry,
         )
         self._timing = _TimingCounters(self.registry, self._labels)
         self._failed = Counter(
             "prfaas_node_failed_requests",
-            "Failed requests by error code.",
+            "Requests that have failed, by the error code.",
             (*_LABELS, "code"),
             registry=self.registry,
         )
@@ -111,7 +126,7 @@ class NodeMetrics:
         self._waiting.set(now.waiting + held)
         capacity = max(1, self._limits.max_running) * self._limits.max_tokens
         self._usage.set(min(1.0, now.kv_tokens / capacity))
-        return generate_latest(self.registry)
+        return render_metrics(self.registry)
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(name, text, _LABELS, registry=self.registry).labels(*self._labels)
@@ -136,9 +151,9 @@ class _TimingCounters:
     def show(self, now: StepTiming) -> None:
         if self._counters is None:
             self._counters = (
-                self._counter("steps", "Emulated prefill chunks and decode steps."),
-                self._counter("wanted_seconds", "Seconds these steps take in the profile."),
-                self._counter("late_seconds", "Seconds these steps ended after their schedule."),
+                self._counter("steps", "Prefill chunks and decode steps that were emulated."),
+                self._counter("wanted_seconds", "Time that these steps take in the profile."),
+                self._counter("late_seconds", "Time by which these steps ended too late."),
             )
         steps, wanted_s, late_s = self._counters
         steps.inc(now.steps - self._shown.steps)

@@ -38,6 +38,7 @@ from prfaas.scheduler.waiting import Hold
 from prfaas.types import ClusterId
 
 LEAST_COST = "least sum of its own time and the delay of later requests"
+ONLY_WAY = "the only way"
 REMAINDER = "short remainder: soonest where the rest is cached, on a decode node"
 
 
@@ -48,7 +49,7 @@ def choose_cheapest(
     remainder = remainder_option(request, view, state)
     if not options:
         return (None, "no node prefills") if remainder is None else (remainder, REMAINDER)
-    best, reason = options[0], "the only way"
+    best, reason = options[0], ONLY_WAY
     if len(options) > 1:
         best, reason = _cheapest(request, view, plan, state, options), LEAST_COST
     # The decodes beside a remainder pay for it, within their limit. No prefill node does: so it has

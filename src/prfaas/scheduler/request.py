@@ -7,6 +7,11 @@ from typing import NamedTuple
 
 from prfaas.types import ClusterId, NodeId
 
+ONLY_LOGPROBS = "the prefill makes prompt log-probabilities, and a hand-off transfers only KV"
+ONLY_ADAPTER = "remote clusters serve only the base model"
+ONLY_MULTIMODAL = "image embeddings are not transferred"
+ONLY_DECODE = "the decode engine tokenised this chat differently from the gateway"
+
 
 class Request(NamedTuple):
     """One request, with the fields that routing uses. Cached lengths are in the view."""
@@ -69,11 +74,11 @@ def is_offloadable(request: Request) -> bool:
 def local_only_reason(request: Request) -> str | None:
     """Why the decode cluster must prefill the request; None if another cluster may."""
     if request.prompt_logprobs:
-        return "the prefill makes prompt log-probabilities, and a hand-off transfers only KV"
+        return ONLY_LOGPROBS
     if request.adapter:
-        return "remote clusters serve only the base model"
+        return ONLY_ADAPTER
     if request.multimodal:
-        return "image embeddings are not transferred"
+        return ONLY_MULTIMODAL
     if request.decode_only:
-        return "the decode engine tokenised this chat differently from the gateway"
+        return ONLY_DECODE
     return None

@@ -22,7 +22,7 @@ from prfaas.scheduler.view import ClusterView, NodeView, View
 from prfaas.scheduler.waiting import Hold
 from prfaas.types import NodeId
 
-_ALONE = "no other node can share its work: one node prefills and decodes"
+ALONE = "no other node can share its work: one node prefills and decodes"
 
 
 class Choice(NamedTuple):
@@ -132,7 +132,7 @@ def serve_alone(request: Request, view: View, state: ShortTermState) -> Route | 
             nbytes=0,
             prefill_s=seconds(tokens - own, own),
             copies=NO_COPIES,
-            reason=_ALONE,
+            reason=ALONE,
         )
         found_s = _alone_ttft_s(found, node, view)
         if best is None or found_s < best_s:

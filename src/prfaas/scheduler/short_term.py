@@ -38,12 +38,14 @@ from prfaas.types import ClusterId
 # for a local node, however busy the local nodes are.
 _MUCH_LONGER = 2.0
 
-_SHORT = "short: at most the threshold is uncached"
-_LONG = "long: more than the threshold is uncached"
+SHORT = "short: at most the threshold is uncached"
+LONG = "long: more than the threshold is uncached"
 # Locality is a preference and never a reason to refuse.
-_NOT_THERE = ", but no node there can take it"
-_KEPT = "the raised threshold keeps it: local prefill is no later than remote"
-_NOT_KEPT = "long: the raised threshold would keep it, but local prefill is later"
+NOT_THERE = ", but no node there can take it"
+KEPT = "the raised threshold keeps it: local prefill is no later than remote"
+NOT_KEPT = "long: the raised threshold would keep it, but local prefill is later"
+POLICY_LOCAL = "policy local"
+POLICY_REMOTE = "policy remote"
 
 
 def route(request: Request, view: View, plan: Plan, state: ShortTermState) -> Route | Hold:
@@ -57,7 +59,7 @@ def route(request: Request, view: View, plan: Plan, state: ShortTermState) -> Ro
         case "adaptive":
             option, reason = choose_cheapest(request, view, plan, state, remotes)
         case "local":
-            option, reason = _first(request, view, [view.local, *remotes], "policy local")
+            option, reason = _first(request, view, [view.local, *remotes], POLICY_LOCAL)
         case "remote":
             option, reason, credits = _remote(request, view, plan, remotes)
     if option is None:
@@ -116,7 +118,7 @@ def _paper(
     uncached = request.prompt_tokens - counted
     near = best_option(request, view.local, view, prefixes.get(view.local.cluster))
     if uncached <= plan.threshold_tokens and near is not None:
-        return _Decided(near, _SHORT)
+        return _Decided(near, SHORT)
     far = [
         found
         for remote in remotes
@@ -125,21 +127,21 @@ def _paper(
     if not far:
         if near is None:
             return _Decided(None, "no node prefills")
-        return _Decided(near, local_only_reason(request) or _LONG + _NOT_THERE)
+        return _Decided(near, local_only_reason(request) or LONG + NOT_THERE)
     turn, credits = _whose_turn(far, uncached, view, plan)
     if uncached <= plan.threshold_tokens:
-        return _Decided(turn, _SHORT + _NOT_THERE, credits)
+        return _Decided(turn, SHORT + NOT_THERE, credits)
     if near is not None and uncached <= plan.threshold_tokens * state.threshold_factor:
         near_s = forecast(request, near, view, state).ttft_s
         if all(near_s <= forecast(request, option, view, state).ttft_s for option in far):
-            return _Decided(near, _KEPT)
-        return _Decided(turn, _NOT_KEPT, credits)
-    return _Decided(turn, _LONG, credits)
+            return _Decided(near, KEPT)
+        return _Decided(turn, NOT_KEPT, credits)
+    return _Decided(turn, LONG, credits)
 
 
 def _remote(request: Request, view: View, plan: Plan, remotes: Sequence[ClusterView]) -> _Decided:
     """Every request is offloaded, and the plan's shares say to which PrfaaS cluster."""
-    reason = "policy remote"
+    reason = POLICY_REMOTE
     far = [
         found
         for remote in remotes

@@ -54,8 +54,8 @@ async def test_a_saturated_holder_gets_company(
             for family in backend.metrics()
             for sample in family.samples
         }
-        assert metrics["prfaas_gateway_moves_total", "replicate", "made"] == 1
-        assert metrics["prfaas_gateway_moved_tokens_total", "replicate"] == SHARED_TOKENS
+        assert metrics["prfaas_gateway_prefix_copies_total", "replicate", "made"] == 1
+        assert metrics["prfaas_gateway_prefix_copied_tokens_total", "replicate"] == SHARED_TOKENS
         assert backend.state()["moves"]["replicate"]["bytes"] > 0
     await asyncio.to_thread(unassigned.wait_until_idle)
     lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("replicate")]

@@ -85,8 +85,8 @@ def test_each_form_of_one_prompt_arrives_in_its_own_pool(pair: tuple[Host, Host]
             grant = there.grant(PROMPT, compat=COMPATS[form])
             assert grant.max_bytes == 0
             decode[form].attach(grant.transfer_id).release()
-            assert metric(there, f'prfaas_kvd_committed_by_form_total{{form="{form}"}}') == 2
-            assert metric(there, f'prfaas_kvd_pool_queries_total{{form="{form}"}}') == 3
+            assert metric(there, f'prfaas_kvd_committed_transfers_total{{form="{form}"}}') == 2
+            assert metric(there, f'prfaas_kvd_pool_lookups_total{{form="{form}"}}') == 3
 
 
 def test_the_report_has_both_pools_and_counts_processes(host: Host) -> None:
@@ -99,8 +99,9 @@ def test_the_report_has_both_pools_and_counts_processes(host: Host) -> None:
         assert [pool.name for pool in found.pools] == ["h", "h/native"]
         assert compats_of(found) == (COMPAT, NATIVE)
         assert [spec_of(pool.groups) for pool in found.pools] == [*SPECS.values()]
-        pages = 'prfaas_kvd_pool_pages{form="native",state="capacity"}'
-        assert metric(host, pages) == found.pools[1].occupancy.capacity_pages
+        native = found.pools[1]
+        free = metric(host, 'prfaas_kvd_pool_memory_bytes{form="native",state="free"}')
+        assert free == (native.occupancy.capacity_pages or 0) * native.page_bytes
 
 
 @pytest.mark.parametrize("form", FORMS)

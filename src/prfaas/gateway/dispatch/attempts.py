@@ -38,6 +38,7 @@ class RetryBudget:
     left: float = 20.0
     spent: int = 0
     denied: int = 0
+    refused_grants: int = 0  # after which a request tries again without taking a retry
     max_attempts: int = DEFAULTS.max_attempts  # of one request, including the first
 
     def add_request(self) -> None:
@@ -114,6 +115,7 @@ class Attempts:
         """The next attempt uses another decode node or, when all are full, follows a backoff. The
         attempt does not count: nothing was computed. Raises `RequestError` when no time is left."""
         self._trace.attempts -= 1
+        self._budget.refused_grants += 1
         self._full.add(full.node)
         if self._fleet.has_free_decode_node(full.cluster, self._full):
             return

@@ -77,6 +77,11 @@ class LongTermLoop:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prfaas-planning")
         self.history = PlanHistory(advises=deployment.gateway.advise)
 
+    @property
+    def plans_here(self) -> bool:
+        """Whether this gateway makes plans and assigns roles now."""
+        return self._coordination.plans
+
     async def run(self) -> None:
         """Runs the long-term loop until cancelled."""
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
+from prfaas.gateway.exposition.families import counter, gauge
 from prfaas.scheduler.plan import Plan, Role
+from prfaas.service.logging import with_fields
 from prfaas.types import ClusterId, NodeId
 
 log = logging.getLogger(__name__)
@@ -45,41 +47,50 @@ class PlanHistory:
         self.plans.append(MadePlan(home, plan))
         self._made += 1
         self._no_plan = ""
-        log.info("new plan of %s: %s", home, describe(plan))
+        log.info("new plan of %s: %s", home, describe(plan), extra=_fields("plan", home, plan))
 
     def record_no_plan(self, reason: str) -> None:
         """No plan exists for the nodes that are left, and the one before stays in force. The same
         reason is logged once."""
         if reason != self._no_plan:
             self._no_plan = reason
-            log.warning("no plan for the nodes that are left: %s", reason)
+            fields = with_fields(event="no plan", reason=reason)
+            log.warning("no plan for the nodes that are left: %s", reason, extra=fields)
 
     def record_advice(self, advice: Mapping[ClusterId, Plan]) -> None:
         """The plan of a PD cluster without advice is good. The same advice is logged once."""
         before, self.advice = self.advice, advice
         for home in before.keys() - advice.keys():
-            log.info("advice withdrawn: the plan in force of %s is good", home)
+            fields = with_fields(event="advice withdrawn", home=home)
+            log.info("advice withdrawn: the plan in force of %s is good", home, extra=fields)
         for home, plan in advice.items():
             if home not in before or _essence(plan) != _essence(before[home]):
-                log.info("advice for %s, not followed: %s", home, describe(plan))
+                fields = _fields("advice", home, plan)
+                log.info("advice for %s, not followed: %s", home, describe(plan), extra=fields)
 
     def record_conversion(self, node: NodeId, role: Role, at_s: float) -> None:
         """The node has drained and has its new role."""
         self.conversions.append(Conversion(at_s, node, role))
         self._converted[role] += 1
-        log.info("%s: its role is %s now", node, role)
+        fields = with_fields(event="conversion", node=node, role=role)
+        log.info("%s: its role is %s now", node, role, extra=fields)
 
     def metrics(self, in_force: Mapping[ClusterId, Plan]) -> Iterator[Metric]:
-        plans = CounterMetricFamily("prfaas_gateway_plans", "Plans made.")
-        plans.add_metric([], self._made)
-        converted = CounterMetricFamily(
-            "prfaas_gateway_conversions", "Completed changes of a node's role.", labels=["role"]
+        yield counter("plans", "Plans that this gateway has made or followed.", value=self._made)
+        converted = counter(
+            "conversions", "Changes of a node's role that were completed, by the new role.", "role"
         )
         for role, count in self._converted.items():
             converted.add_metric([role], count)
-        yield from (plans, converted)
+        yield converted
+        yield gauge(
+            "plan_outdated",
+            "Whether no plan exists for the nodes that are left, so that an earlier plan stays in "
+            "force: 1 or 0.",
+            value=bool(self._no_plan),
+        )
         yield from _gauges(in_force, "plan", "the plan in force")
-        yield from _gauges(self.advice, "advice", "the advised plan; absent without advice")
+        yield from _gauges(self.advice, "advice", "the advised plan, absent without advice")
 
 
 def describe(plan: Plan) -> str:
@@ -89,21 +100,35 @@ def describe(plan: Plan) -> str:
     )
 
 
+def _fields(event: str, home: ClusterId, plan: Plan) -> dict[str, Any]:
+    return with_fields(
+        event=event,
+        home=home,
+        threshold_tokens=plan.threshold_tokens,
+        prefill_nodes=plan.n_prefill,
+        decode_nodes=plan.n_decode,
+        reason=plan.reason,
+    )
+
+
 def _essence(plan: Plan) -> tuple[object, ...]:
     """What an operator would act on."""
     return plan.threshold_tokens, dict(plan.roles)
 
 
 def _gauges(plans: Mapping[ClusterId, Plan], name: str, which: str) -> Iterator[Metric]:
-    prefix = f"prfaas_gateway_{name}"
-    threshold = GaugeMetricFamily(
-        f"{prefix}_threshold_tokens", f"Offloading threshold of {which}.", labels=["cluster"]
+    threshold = gauge(
+        f"{name}_threshold_tokens",
+        f"The threshold of {which}: uncached tokens of a request.",
+        "cluster",
     )
-    capacity = GaugeMetricFamily(
-        f"{prefix}_capacity_rps", f"Requests per second that fit {which}.", labels=["cluster"]
+    capacity = gauge(
+        f"{name}_capacity_requests_per_second",
+        f"The requests per second that the PD cluster can serve with {which}.",
+        "cluster",
     )
-    nodes = GaugeMetricFamily(
-        f"{prefix}_nodes", f"PD nodes by role in {which}.", labels=["cluster", "role"]
+    nodes = gauge(
+        f"{name}_nodes", f"Nodes of the PD cluster by their role in {which}.", "cluster", "role"
     )
     for home, plan in plans.items():
         threshold.add_metric([home], plan.threshold_tokens)

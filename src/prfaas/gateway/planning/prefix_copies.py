@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
 from prfaas.cache.manager import CopyProposal
 from prfaas.clock import Clock
@@ -23,6 +23,7 @@ from prfaas.contracts.kvd_api import PULL_S, PrefixPulled, PullPrefix
 from prfaas.errors import PeerError, TransferFailed
 from prfaas.gateway.client.kvd_client import KvdClient
 from prfaas.gateway.dispatch.background_calls import BackgroundCalls
+from prfaas.gateway.exposition.families import counter, gauge
 from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.fleet.member import Member
 from prfaas.http_client.client import HttpClient
@@ -158,18 +159,21 @@ class PrefixCopies:
         tally.nbytes += answer.granted_bytes
 
     def metrics(self) -> Iterator[Metric]:
-        copies = _counter("moves", "Prefix copies between nodes.", "why", "outcome")
-        tokens = _counter("moved_tokens", "Tokens of prefixes that were copied.", "why")
-        nbytes = _counter("moved_bytes", "Bytes of copied prefixes that the targets lacked.", "why")
+        copies = counter(
+            "prefix_copies", "Copies of prefixes between nodes that have ended.", "why", "outcome"
+        )
+        tokens = counter("prefix_copied_tokens", "Tokens of the prefixes that were copied.", "why")
+        nbytes = counter(
+            "prefix_copied_bytes", "Bytes of copied prefixes that the targets lacked.", "why"
+        )
         for why, tally in self.tallies.items():
             copies.add_metric([why, "made"], tally.made)
             copies.add_metric([why, "failed"], tally.failed)
             tokens.add_metric([why], tally.tokens)
             nbytes.add_metric([why], tally.nbytes)
         yield from (copies, tokens, nbytes)
-        under_way = "Prefix copies that are being made."
-        yield GaugeMetricFamily("prfaas_gateway_moves_under_way", under_way, len(self._under_way))
-
-
-def _counter(name: str, help_text: str, *labels: str) -> CounterMetricFamily:
-    return CounterMetricFamily(f"prfaas_gateway_{name}", help_text, labels=labels)
+        yield gauge(
+            "prefix_copies_in_progress",
+            "Copies of prefixes that are being made.",
+            value=len(self._under_way),
+        )

@@ -11,17 +11,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 COUNTERS = {
-    "handoffs": "Prefills whose state was handed to the kvd",
-    "native_handoffs": "Of them, those in the native form: whole blocks, to an equal server",
-    "canonical_handoffs": "Of them, those in the canonical form: converted, to any engine",
-    "refusals": "Prefills that were not handed off",
-    "lost": "Decodes whose transfer was lost",
-    "loaded_tokens": "Tokens loaded from the kvd instead of computed",
-    "kept_answers": "Answers whose state the kvd keeps",
-    "unkept_answers": "Answers whose state was not kept: no room, or no kvd",
-    "late_lookups": "Requests that did not wait any longer for the kvd to find their prefix",
-    "saved_bytes": "Bytes copied to the kvd",
-    "loaded_bytes": "Bytes copied from the kvd",
+    "handoffs": "Prefills whose state was handed to the kvd.",
+    "native_handoffs": "Hand-offs in the native form: whole blocks, to an equal server.",
+    "canonical_handoffs": "Hand-offs in the canonical form: converted, to any engine.",
+    "refused_handoffs": "Prefills whose state could not be handed off.",
+    "lost_transfers": "Decodes whose transfer was lost.",
+    "loaded_tokens": "Tokens whose state was loaded from the kvd and not computed.",
+    "kept_answers": "Answers whose state the kvd has kept.",
+    "unkept_answers": "Answers whose state was not kept: the kvd had no room, or did not answer.",
+    "late_lookups": "Requests that went on before the kvd had found their prefix.",
+    "saved_bytes": "Bytes that were copied to the kvd.",
+    "loaded_bytes": "Bytes that were copied from the kvd.",
 }
 
 

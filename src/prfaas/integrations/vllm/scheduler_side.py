@@ -384,7 +384,7 @@ class SchedulerSide:
     def _refuse(self, request: Request, answer: dict[str, Any]) -> None:
         message = answer["error"]["message"]
         _LOG.warning("request %s: not handed off: %s", request.request_id, message)
-        self._count("refusals", 1)
+        self._count("refused_handoffs", 1)
         self._refusals[request.request_id] = answer
         _cut(request, 1)
 
@@ -392,7 +392,7 @@ class SchedulerSide:
         _LOG.warning(
             "request %s: no state to continue from: %s", request.request_id, _plain(reason)
         )
-        self._count("lost", 1)
+        self._count("lost_transfers", 1)
         self._requests[request.request_id] = DecodeState(None, None)
 
     def _save(

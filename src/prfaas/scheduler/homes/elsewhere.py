@@ -25,6 +25,7 @@ from prfaas.scheduler.state import ShortTermState
 from prfaas.scheduler.view import View
 from prfaas.scheduler.waiting import Hold
 
+ELSEWHERE = "its home cannot serve it"  # the beginning of a reason
 Decide: TypeAlias = Callable[[Request, View, Plan, ShortTermState], Choice]
 
 
@@ -110,7 +111,7 @@ def _serve_elsewhere(
             continue
         ttft_s = predict_ttft_s(request, choice, other.state) + other.round_trip_s
         if ttft_s < best_s:
-            reason = f"its home cannot serve it; at {other.view.local.cluster}: {found.reason}"
+            reason = f"{ELSEWHERE}; at {other.view.local.cluster}: {found.reason}"
             taken = found._replace(round_trip_s=other.round_trip_s, reason=reason)
             best = choice._replace(taken=taken)
             best_s, best_slot_s = ttft_s, slot_s
