@@ -13,7 +13,7 @@ so that a request has the same spans whenever it is looked up, and at the collec
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Final
 
 from prfaas.gateway.attempt_trace import AttemptTrace, Call
@@ -119,7 +119,9 @@ class _Maker:
         own = course.span_id
         if ended_s is not None:
             yield from self._back_off(_derived(own, 2), parent, ended_s, course.asked_s)
-        attributes = {names.REASON: shown(course.waited_for)} if course.waited_for else {}
+        attributes: dict[str, Value] = {}
+        if course.waited_for:
+            attributes[names.REASON] = shown(course.waited_for)
         yield self._span(
             names.WAIT, _derived(own, 1), parent, course.asked_s, course.routed_s, attributes
         )
@@ -209,7 +211,7 @@ class _Maker:
         name: str,
         call: Call,
         course: AttemptTrace,
-        attributes: Mapping[str, Value],
+        attributes: dict[str, Value],
         kind: Kind = "client",
     ) -> Span:
         """A call that was not answered ends with its attempt, and has its failure. The state of a
@@ -232,7 +234,7 @@ class _Maker:
         parent_id: str | None,
         start_s: float,
         end_s: float,
-        attributes: Mapping[str, Value] | None = None,
+        attributes: dict[str, Value] | None = None,
         *,
         kind: Kind = "internal",
         error: str = "",
@@ -246,8 +248,8 @@ class _Maker:
             service="gateway",
             parent_id=parent_id,
             kind=kind,
-            error=shown(error),
-            attributes={} if attributes is None else dict(attributes),
+            error=shown(error) if error else "",
+            attributes=attributes or {},
         )
 
 
