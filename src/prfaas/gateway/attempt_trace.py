@@ -6,8 +6,6 @@ is looked up or exported, so that a request which is neither costs next to nothi
 
 from __future__ import annotations
 
-import os
-
 import msgspec
 
 from prfaas.scheduler.request import Route
@@ -48,6 +46,5 @@ class AttemptTrace(msgspec.Struct):
 
 def begin_call(context: TraceContext, now_s: float) -> Call:
     """A call of an attempt of the request that has this context."""
-    span_id = os.urandom(8).hex()
-    flags = "01" if context.sampled else "00"
-    return Call(span_id, f"00-{context.trace_id}-{span_id}-{flags}", now_s)
+    child = context.child()
+    return Call(child.span_id, child.traceparent, now_s)

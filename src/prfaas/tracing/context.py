@@ -6,6 +6,7 @@ traceparent: 00-<trace id, 32 hex digits>-<span id, 16 hex digits>-<flags, 2 hex
 from __future__ import annotations
 
 import os
+import random
 import re
 from typing import Final, NamedTuple
 
@@ -14,6 +15,8 @@ _SAMPLED = 0x01
 # A later version may append fields, each after a dash; version ff is invalid.
 _PATTERN = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?\Z")
 _NO_TRACE, _NO_SPAN = "0" * 32, "0" * 16
+# Ids are no secrets: a generator of this process makes them without a system call.
+_random_bits = random.Random(os.urandom(32)).getrandbits
 _LONGEST = 512  # characters of a header that is read
 
 
@@ -34,12 +37,11 @@ class TraceContext(NamedTuple):
 
 
 def new_trace(*, sampled: bool) -> TraceContext:
-    ids = os.urandom(24).hex()
-    return TraceContext(ids[:32], ids[32:], sampled)
+    return TraceContext(f"{_random_bits(128):032x}", new_span_id(), sampled)
 
 
 def new_span_id() -> str:
-    return os.urandom(8).hex()
+    return f"{_random_bits(64):016x}"
 
 
 def parse_traceparent(header: str | None) -> TraceContext | None:

@@ -51,7 +51,8 @@ class KvdClient:
         self.url = url.rstrip("/")
         self._http = http
 
-    async def open(self, request: OpenTransfer, traceparent: str) -> Grant | NotNow:
+    async def open(self, request: OpenTransfer, traceparent: str | None = None) -> Grant | NotNow:
+        """`traceparent`: of the request that the transfer is for."""
         body = msgspec.json.encode(request)
         return await self._http.request_json(
             "POST",
@@ -59,7 +60,7 @@ class KvdClient:
             _Opened,  # type: ignore[arg-type]  # a union is not a `type`
             timeout_s=self._timeouts.kvd_call_s,
             body=body,
-            headers={TRACEPARENT: traceparent},
+            headers=_headers(traceparent),
         )
 
     async def wait_committed(self, transfer_id: TransferId) -> TransferStatus:
@@ -108,7 +109,7 @@ class KvdClient:
             _Pulling,  # type: ignore[arg-type]
             timeout_s=request.within_s + _SLACK_S,
             body=body,
-            headers={} if traceparent is None else {TRACEPARENT: traceparent},
+            headers=_headers(traceparent),
             max_bytes=SMALL_BYTES,
         )
         if isinstance(answer, PrefixPulled):
@@ -168,3 +169,7 @@ class KvdClient:
             body=msgspec.json.encode(claim),
             max_bytes=SMALL_BYTES,
         )
+
+
+def _headers(traceparent: str | None) -> dict[str, str]:
+    return {} if traceparent is None else {TRACEPARENT: traceparent}
