@@ -69,7 +69,7 @@ endef
 $(READY): pyproject.toml constraints.txt $(if $(STALE),FORCE)
 	$(call make_venv,$(VENV),$(STALE))
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[engine,plot,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[engine,plot,otel,dev]'
 	@touch $@
 
 FORCE:

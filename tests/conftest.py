@@ -32,6 +32,7 @@ TOGETHER = (
     ("tests/node/test_cache_events.py", "tests/node/test_kept_answers.py"),
     (
         *("tests/gateway/dispatch/", "tests/gateway/planning/", "tests/gateway/prompt_lists/"),
+        "tests/gateway/following/test_through_processes.py",
         *("tests/gateway/test_known_fields.py", "tests/gateway/test_long_term.py"),
         *("tests/gateway/test_process.py", "tests/gateway/test_shutdown.py"),
         *("tests/gateway/test_stop.py", "tests/gateway/test_tenants.py"),

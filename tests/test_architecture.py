@@ -56,6 +56,7 @@ WITHIN_ROW = {
     ("service", "errors"),
     ("listening", "config"),  # addresses
     ("tracing", "clock"),
+    ("tracing", "errors"),
     ("contracts", "tracing"),  # spans
 }
 # Library -> the only parts that may import it.

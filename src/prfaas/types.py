@@ -66,6 +66,9 @@ class Grant(msgspec.Struct, frozen=True, tag="grant"):
     checkpoint_tokens: tuple[int, ...] = ()  # the sender also sends the states after these lengths
     # In which the receiver takes the state. None: an earlier kvd, whose engines have one form.
     form: Form | None = None
+    # Of the call that asked for the grant: spans of the transfer have it as their parent. None: the
+    # call had none, or an earlier kvd has made the grant.
+    traceparent: str | None = None
 
 
 class NotNow(msgspec.Struct, frozen=True, tag="not_now"):

@@ -93,6 +93,21 @@ class EngineContract:
         assert len(done.threads) == 1 and threading.get_ident() not in done.threads
         wait_until(lambda: engine.stats() == IDLE)
 
+    def test_a_job_tells_once_that_it_has_left_the_queue(self, make_engine: MakeEngine) -> None:
+        engine = make_engine(max_running=1)
+        order: list[str] = []
+
+        def watched(name: str) -> Watched:
+            one = replace(job(100, sampling=greedy(2)), id=name)
+            one = replace(one, on_begin=lambda: order.append(f"{name} begins"))
+            return Watched(engine, one, lambda event: order.append(name))
+
+        for done in [watched("first"), watched("second")]:
+            done.result()
+        events = 4  # prefilled, two tokens, finished
+        first, second = ["first"] * events, ["second"] * events
+        assert order == ["first begins", *first, "second begins", *second]
+
     def test_an_answer_is_the_prompts_own(self, make_engine: MakeEngine) -> None:
         engine = make_engine(max_running=4)
         jobs = [job(tokens, seed=tokens) for tokens in (30, 80, 150, 200, 31, 81)]

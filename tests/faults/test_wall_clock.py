@@ -22,12 +22,15 @@ SHOWN = {
     "gateway/api/app.py",  # `created` of a model
     "gateway/console/feed.py",  # the time of a scene
     "gateway/console/recent.py",  # the time of a request's arrival
+    "gateway/following/export.py",  # the times of spans
+    "gateway/following/paths.py",  # the times of spans
     # The lowest version of an operator's order, which stays the newest when the clock jumps.
     "gateway/peers/drains.py",
     "node/kv_events/publisher.py",  # the timestamp of vLLM's events
     "node/request_reader.py",  # `created` of an answer
     "text/template.py",  # strftime_now of chat templates
     "security/certificates.py",
+    "tracing/recorder.py",  # the times of spans
 }
 WALL = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "date.today"}
 

@@ -90,12 +90,24 @@ async def test_a_request_waits_until_a_node_can_decode_it() -> None:
     fleet, router = fleet_and_router(clock)
     fleet.drain(B)
     fleet.drain(C)
-    waiting = asyncio.create_task(router.place(placement(LONG, clock), 30.0))
+    wanted = placement(LONG, clock)
+    waiting = asyncio.create_task(router.place(wanted, 30.0))
     await until(lambda: len(router.waiting_room) == 1)
     fleet.assign_role(B, "decode")
     fleet.refresh()
     assert (await waiting).route.decode == B
     assert not router.waiting_room
+    assert wanted.waited_for, "why it waited"
+
+
+async def test_the_time_of_the_state_on_the_link_is_predicted() -> None:
+    clock = FakeClock()
+    _, router = fleet_and_router(clock)
+    far, near = placement(LONG, clock), placement(SHORT, clock)
+    for wanted in (far, near):
+        await router.place(wanted, 1.0)
+    assert far.booking is not None and near.transfer_s is None and not near.waited_for
+    assert far.transfer_s == far.booking.route.nbytes * 8 / 10e9, "of the configured link"
 
 
 async def test_a_free_node_goes_to_the_first_waiting_request_before_a_new_one() -> None:

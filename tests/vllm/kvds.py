@@ -6,7 +6,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -150,12 +150,13 @@ def start(
     *,
     grant_s: float = GRANT_S,
     dispatch_s: float = DISPATCH_S,
+    options: Sequence[str] = (),
 ) -> Kvd:
     process = subprocess.Popen(
         [sys.executable, "-m", "prfaas", "kvd", "--socket", str(socket)]
         + ["--memory", str(memory_bytes)]
         + ["--set", f"kvd.timeouts.grant_s={grant_s}"]
-        + ["--set", f"kvd.timeouts.dispatch_s={dispatch_s}"],
+        + ["--set", f"kvd.timeouts.dispatch_s={dispatch_s}", *options],
         stdout=subprocess.PIPE,
         text=True,
     )

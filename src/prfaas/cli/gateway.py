@@ -12,8 +12,9 @@ import uvloop
 
 from prfaas.cli.gateway_options import SecurityFlags, load_options
 from prfaas.cli.shared_options import (
-    configure_logging,
+    log_format_option,
     log_level_option,
+    otlp_endpoint_option,
     security_options,
     set_option,
 )
@@ -23,6 +24,7 @@ from prfaas.errors import InputError
 from prfaas.gateway.process import run_gateway
 from prfaas.launch.allocator import BODY_BYTES, limit_heap_growth
 from prfaas.security.reload import defer_hangup
+from prfaas.service.logging import LogFormat, configure_logging
 from prfaas.studies.network_plans import deployment_problem
 from prfaas.types import ClusterId
 
@@ -57,7 +59,9 @@ _POLICIES = ("paper", "adaptive", "local", "remote")
     type=click.Path(path_type=Path),
     help="Write each routing decision to this file as one line of JSON.",
 )
+@otlp_endpoint_option
 @log_level_option
+@log_format_option
 def gateway(
     file: Path,
     assignments: tuple[str, ...],
@@ -74,7 +78,9 @@ def gateway(
     tls_key: str | None,
     insecure: bool | None,
     record: Path | None,
+    otlp_endpoint: str | None,
     log_level: str,
+    log_format: LogFormat,
 ) -> None:
     """Serve /v1/completions and /v1/chat/completions; prefill where it is best, decode locally.
 
@@ -98,7 +104,7 @@ def gateway(
            -d '{"prompt": "Once upon a time", "max_tokens": 20}'
       curl localhost:8080/prfaas/v1/state
     """
-    configure_logging(log_level)
+    configure_logging(log_level, log_format)
     defer_hangup()
     limit_heap_growth(BODY_BYTES)
     stated = load_deployment(file, assignments)
@@ -108,7 +114,7 @@ def gateway(
         raise error.in_file(file) from None
     if port is None and home is not None:
         port = entry_port(stated, home)
-    deployment = _with_flags(stated, host, port, policy, advise, console)
+    deployment = _with_flags(stated, host, port, policy, advise, console, otlp_endpoint)
     security = SecurityFlags(
         member_key_file, operator_key_file, tls_ca, tls_cert, tls_key, bool(insecure)
     )
@@ -180,6 +186,7 @@ def _with_flags(
     policy: str | None,
     advise: bool,
     console: bool,
+    otlp_endpoint: str | None,
 ) -> Deployment:
     replace = msgspec.structs.replace
     section, scheduler = deployment.gateway, deployment.scheduler
@@ -191,6 +198,8 @@ def _with_flags(
         section = replace(section, advise=True)
     if console:
         section = replace(section, console=True)
+    if otlp_endpoint is not None:
+        section = replace(section, otlp_endpoint=otlp_endpoint)
     if policy is not None:
         scheduler = replace(scheduler, policy=policy)
     return replace(deployment, gateway=section, scheduler=scheduler)

@@ -9,8 +9,9 @@ import click
 import uvloop
 
 from prfaas.cli.shared_options import (
-    configure_logging,
+    log_format_option,
     log_level_option,
+    otlp_endpoint_option,
     read_key,
     security_options,
     set_option,
@@ -24,6 +25,7 @@ from prfaas.kvd.process import KvdOptions, RunningKvd, serve_kvd
 from prfaas.kvd.store import StoreOptions
 from prfaas.launch.allocator import limit_heap_growth
 from prfaas.security.tls import load_identity
+from prfaas.service.logging import LogFormat, configure_logging
 
 _DEFAULTS = KvdSection()
 _FILE = click.Path(path_type=Path)
@@ -63,7 +65,9 @@ _FILE = click.Path(path_type=Path)
     help="Gateway to register with; repeatable.",
 )
 @security_options
+@otlp_endpoint_option
 @log_level_option
+@log_format_option
 def kvd(
     config: Path | None,
     assignments: tuple[str, ...],
@@ -81,7 +85,9 @@ def kvd(
     tls_cert: str | None,
     tls_key: str | None,
     insecure: bool | None,
+    otlp_endpoint: str | None,
     log_level: str,
+    log_format: LogFormat,
 ) -> None:
     """Keep the KV of this host's engines: a prefix pool in shared memory (and on SSD), transfers to
     and from other hosts, an HTTP API for gateways.
@@ -111,9 +117,10 @@ def kvd(
         "kvd.tls.ca": tls_ca,
         "kvd.tls.cert": tls_cert,
         "kvd.tls.key": tls_key,
+        "kvd.otlp_endpoint": otlp_endpoint,
     }
     options = _options(load_host_config(config, assignments, flags).kvd)
-    configure_logging(log_level)
+    configure_logging(log_level, log_format)
     limit_heap_growth()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve_kvd(options, _announce))
@@ -153,6 +160,7 @@ def _options(section: KvdSection) -> KvdOptions:
         timeouts=section.timeouts,
         connections=section.connections,
         workers=section.workers,
+        otlp_endpoint=section.otlp_endpoint,
     )
 
 

@@ -22,6 +22,7 @@ COMMANDS = {
     "profile": "Measure prefill times, KV sizes and decode steps of a model or a server.",
     "gateway": "Run the gateway: one OpenAI endpoint for all clusters of a deployment.",
     "drain": "Take a cluster out of use without a failed request, and back into use.",
+    "trace": "Follow one request through gateway, nodes and kvds, and name what took long.",
     "node": "Serve a model with the built-in engine, with the HTTP API of a vLLM server.",
     "kvd": "Run the daemon that stores and transfers the KV cache of one host's engines.",
     "handoff": "Hand one request from a prefill node to a decode node and time every step.",

@@ -15,8 +15,9 @@ import click
 import uvloop
 
 from prfaas.cli.shared_options import (
-    configure_logging,
+    log_format_option,
     log_level_option,
+    otlp_endpoint_option,
     read_key,
     security_options,
     set_option,
@@ -43,7 +44,9 @@ from prfaas.node.process import KvdAddress, NodeCredentials, NodeSettings, run_n
 from prfaas.security.exposure import Protection, is_loopback, refuse_exposure
 from prfaas.security.reload import defer_hangup
 from prfaas.security.tls import load_identity
+from prfaas.service.logging import LogFormat, configure_logging
 from prfaas.text import load_tokenizer
+from prfaas.tracing.otlp import check_endpoint
 
 _DEFAULTS = NodeSection()
 _LOG = logging.getLogger(__name__)
@@ -83,7 +86,9 @@ _LOG = logging.getLogger(__name__)
     "`none` skips this.  [default: lengths up to two prefill steps on a GPU, else none]",
 )
 @click.option("--accelerator", help="Accelerator whose profile the emulated engine follows.")
+@otlp_endpoint_option
 @log_level_option
+@log_format_option
 @click.argument("kvd_options", nargs=-1, type=click.UNPROCESSED)
 def node(
     config: Path | None,
@@ -104,7 +109,9 @@ def node(
     device: str | None,
     warm_up_lengths: str | None,
     accelerator: str | None,
+    otlp_endpoint: str | None,
     log_level: str,
+    log_format: LogFormat,
     kvd_options: tuple[str, ...],
 ) -> None:
     """Serve a model with vLLM's API: completions, chats, /metrics, KV events; prefill or decode.
@@ -140,6 +147,7 @@ def node(
         "node.device": device,
         "node.warm_up": _lengths(warm_up_lengths),
         "node.emulated.accelerator": accelerator,
+        "node.otlp_endpoint": otlp_endpoint,
     }
     host_config = load_host_config(config, assignments, flags)
     section = host_config.node
@@ -151,7 +159,9 @@ def node(
             where="--kvd",
             fix="give these options to the running kvd",
         )
-    configure_logging(log_level)
+    if section.otlp_endpoint is not None:
+        check_endpoint(section.otlp_endpoint)  # now, because loading a model takes minutes
+    configure_logging(log_level, log_format)
     defer_hangup()  # loading a model takes minutes
     limit_heap_growth()
     settings = NodeSettings(
@@ -163,6 +173,7 @@ def node(
         section.replay,
         section.timeouts,
         keep_answers=section.keep_answers,
+        otlp_endpoint=section.otlp_endpoint,
     )
     credentials = NodeCredentials(
         read_key(section.member_key_file),
@@ -175,7 +186,8 @@ def node(
     if tokenizer_folder is not None:
         with start_phase("read the tokenizer"):
             tokenizer = load_tokenizer(Path(tokenizer_folder))
-    kvd_options = (*_credential_options(section), *kvd_options)
+    shared = (*_kvd_options(section), "--log-format", log_format)
+    kvd_options = (*shared, *kvd_options)
     if config is not None:
         kvd_options = ("--config", str(config), *kvd_options)
 
@@ -275,8 +287,9 @@ def _refuse_exposure(section: NodeSection, credentials: NodeCredentials) -> None
             )
 
 
-def _credential_options(section: NodeSection) -> list[str]:
-    """The options with which the node starts its own kvd: it has the node's credentials."""
+def _kvd_options(section: NodeSection) -> list[str]:
+    """The options with which the node starts its own kvd: it has the node's credentials, and sends
+    its spans where the node sends them."""
     tls = section.tls
     given = {
         "--member-key-file": section.member_key_file,
@@ -284,8 +297,9 @@ def _credential_options(section: NodeSection) -> list[str]:
         "--tls-ca": tls.ca,
         "--tls-cert": tls.cert,
         "--tls-key": tls.key,
+        "--otlp-endpoint": section.otlp_endpoint,
     }
-    options = [word for flag, file in given.items() if file is not None for word in (flag, file)]
+    options = [word for flag, one in given.items() if one is not None for word in (flag, one)]
     return [*options, "--insecure"] if section.insecure else options
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,6 +10,7 @@ import click
 
 from prfaas.errors import ConnectionLost, InputError, PeerError, PeerHttpError
 from prfaas.security.shared_key import SharedKey
+from prfaas.service.logging import FORMATS
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -20,6 +20,21 @@ log_level_option = click.option(
     default="info",
     show_default=True,
     help="Least severe messages that are logged to standard error.",
+)
+
+log_format_option = click.option(
+    "--log-format",
+    type=click.Choice(FORMATS),
+    default="text",
+    show_default=True,
+    help="Format of the log: lines of text, or one JSON object per line.",
+)
+
+otlp_endpoint_option = click.option(
+    "--otlp-endpoint",
+    metavar="URL",
+    help="Collector that spans are sent to by OTLP over HTTP, such as http://localhost:4318; needs "
+    "the extra `otel`.  [default: the variable OTEL_EXPORTER_OTLP_ENDPOINT]",
 )
 
 set_option = click.option(
@@ -73,7 +88,3 @@ def as_input_error(error: PeerError) -> InputError:
     if isinstance(error, PeerHttpError):
         return InputError(f"HTTP {error.status}: {error}")
     return InputError(str(error))
-
-
-def configure_logging(level: str) -> None:
-    logging.basicConfig(level=level.upper(), format="%(asctime)s %(name)s %(message)s")

@@ -137,6 +137,11 @@ class GatewaySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether the gateway serves its console, a page for browsers, at `/`. It shows what
     `/prfaas/v1/state` has, after a login with the operator key, and needs that key where there are
     API keys ([console.md](console.md))."""
+    otlp_endpoint: str | None = None
+    """URL of a collector that spans are sent to by OTLP over HTTP, for example
+    http://localhost:4318; needs the extra `otel` ([tracing.md](tracing.md)). The default is that of
+    the variable OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT, if one is set.
+    """
     plans: bool = True
     """Whether this gateway runs the long-term loop. Exactly one gateway of a fleet does."""
     advise: bool = False

@@ -92,6 +92,11 @@ class KvdSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     workers: CountOrZero | None = None
     """Processes that encrypt, check and move KV, so that this uses several cores; 0: the kvd does
     it itself. The default is half of the cores, at most 8, and none with fewer than 4 cores."""
+    otlp_endpoint: str | None = None
+    """URL of a collector that spans are sent to by OTLP over HTTP, for example
+    http://localhost:4318; needs the extra `otel` ([tracing.md](tracing.md)). The default is that of
+    the variable OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT, if one is set.
+    """
     tls: TlsSection = TlsSection()
     timeouts: KvdTimeouts = KvdTimeouts()
 
@@ -184,6 +189,11 @@ class NodeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """ZMQ endpoint for KV events in vLLM's format."""
     replay: str = "tcp://127.0.0.1:0"
     """ZMQ endpoint for the replay of KV events."""
+    otlp_endpoint: str | None = None
+    """URL of a collector that spans are sent to by OTLP over HTTP, for example
+    http://localhost:4318; needs the extra `otel` ([tracing.md](tracing.md)). A kvd
+    that the node starts sends its spans there, too. The default is that of the variable
+    OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT, if one is set."""
     tls: TlsSection = TlsSection()
     emulated: EmulatedSection = EmulatedSection()
     timeouts: NodeTimeouts = NodeTimeouts()

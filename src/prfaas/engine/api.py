@@ -150,6 +150,10 @@ class EngineJob:
     # `Prefilled` has the log-probabilities of the prompt's tokens, with this number of
     # alternatives. Such a job computes every token: it does not resume.
     prompt_logprobs: int | None = None
+    # Called once, on the engine's thread, when the job has left the queue: the engine reads the
+    # state to resume from, and computes. It must return at once and must not raise. Comparisons
+    # ignore it.
+    on_begin: Callable[[], None] | None = field(default=None, compare=False)
 
 
 # Events -----------------------------------------------------------------------------------------

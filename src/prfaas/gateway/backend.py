@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +32,7 @@ from prfaas.gateway.fleet.admission import Admission
 from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.fleet.membership import TooManyMembers
 from prfaas.gateway.fleet.polling import Poller
+from prfaas.gateway.following.collection import SpanCollector
 from prfaas.gateway.homes.fair_access import FairAccess
 from prfaas.gateway.homes.request_homes import RequestHomes
 from prfaas.gateway.homes.traffic import HomeTraffic
@@ -43,7 +44,7 @@ from prfaas.gateway.planning.long_term_loop import LongTermLoop
 from prfaas.gateway.planning.prefix_copies import PrefixCopies
 from prfaas.gateway.planning.replication import Replication
 from prfaas.gateway.planning.role_changes import RoleChanges
-from prfaas.gateway.request import GatewayRequest, RequestTrace, Upstream
+from prfaas.gateway.request import CollectedSpans, GatewayRequest, RequestTrace, Upstream
 from prfaas.gateway.router import Router
 from prfaas.gateway.short_term_loop import run_short_term_loop
 from prfaas.gateway.status import GatewayStatus
@@ -52,6 +53,7 @@ from prfaas.http_client.client import open_client
 from prfaas.lateness import BEAT_S, Lateness
 from prfaas.planner.network.problem import NetworkProblem
 from prfaas.planner.problem import Problem
+from prfaas.scheduler.explain import Explanation
 from prfaas.scheduler.homes.plans import as_network, home_name
 from prfaas.scheduler.homes.round_trips import round_trips
 from prfaas.security.shared_key import SharedKey
@@ -87,6 +89,7 @@ class GatewayBackend:
         drains: Drains,
         report: Callable[[int], GatewayReport] | None,
         scenes: GatewayScenes,
+        collector: SpanCollector,
     ) -> None:
         """`report`: what the other gateways are told; None: there are none."""
         self.scenes = scenes
@@ -100,6 +103,7 @@ class GatewayBackend:
         self._admission = admission
         self._status = status
         self._clock = clock
+        self._collector = collector
 
     def answer(
         self, request: GatewayRequest, trace: RequestTrace
@@ -123,6 +127,12 @@ class GatewayBackend:
 
     def plan(self) -> dict[str, Any]:
         return self._status.plan()
+
+    async def collect_spans(self, trace_id: str, nodes: Collection[str]) -> CollectedSpans:
+        return await self._collector.collect(trace_id, nodes)
+
+    def describe(self, explanation: Explanation) -> dict[str, Any]:
+        return self._status.describe_route(explanation)
 
     def gateway_report(self, after: int) -> GatewayReport | None:
         return None if self._report is None else self._report(after)
@@ -253,7 +263,17 @@ async def running(
         )
         try:
             yield GatewayBackend(
-                fleet, router, dispatcher, poller, admission, status, clock, drains, report, scenes
+                fleet,
+                router,
+                dispatcher,
+                poller,
+                admission,
+                status,
+                clock,
+                drains,
+                report,
+                scenes,
+                SpanCollector(fleet, http),
             )
         finally:
             await dispatcher.end(timeouts.cancel_s)

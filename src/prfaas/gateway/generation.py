@@ -4,7 +4,7 @@ its tenant. Requests of clients and of the console's prompt box take the same co
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,8 +29,9 @@ from prfaas.gateway.prompt_lists.fan_out import (
     answer_prompts,
 )
 from prfaas.gateway.prompt_lists.merging import AnswerMerger
-from prfaas.gateway.request import Backend, GatewayRequest, Upstream
+from prfaas.gateway.request import Backend, GatewayRequest, RequestTrace, Upstream
 from prfaas.gateway.tenants import Tenants
+from prfaas.tracing.context import TRACEPARENT
 
 CLUSTER_HEADER = "X-Prfaas-Cluster"  # names the PD cluster at which a request arrives
 
@@ -69,11 +70,12 @@ class GenerationApi:
     async def answer(self, request: web.Request, sender: Sender, kind: Kind) -> web.StreamResponse:
         """Answers the request that the client sends."""
         with (
-            self._request_log.record(sender.request_id, request.path, sender.tenant) as record,
+            self._record(request, sender) as record,
             admit(self._limits.tenants, sender.tenant) as admitted,
         ):
             admitted.check_body(request.content_length or 0)
             async with self._body_reader.read(request, admitted.add_bytes) as body:
+                record.trace.read_s = self._request_log.now()
                 return await self._respond(request, sender, kind, body, record, admitted)
 
     async def answer_prompt(
@@ -82,7 +84,7 @@ class GenerationApi:
         """Answers `completion`, the body of a completion that was made here, within the same limits
         as those of clients. Its route is explained, whatever else is."""
         with (
-            self._request_log.record(sender.request_id, request.path, sender.tenant) as record,
+            self._record(request, sender) as record,
             admit(self._limits.tenants, sender.tenant) as admitted,
         ):
             record.trace.explains = True
@@ -115,6 +117,7 @@ class GenerationApi:
     ) -> web.StreamResponse:
         await self._start_limiter.wait()
         prepared = await self._prompts.prepare(kind, body, sender.tenant)
+        record.trace.tokenized_s = self._request_log.now()
         self._body_reader.replace(body, prepared.nbytes or body.nbytes)
         requests = self._gateway_requests(request, sender, prepared)
         record.prompt_tokens = sum(len(each.token_ids) for each in requests)
@@ -151,7 +154,8 @@ class GenerationApi:
         parallel: int,
     ) -> AsyncIterator[Upstream]:
         """The merged answer to several prompts. The record gets the course of each of them."""
-        prompts = [RoutedPrompt(each, self._request_log.new_trace()) for each in requests]
+        now_s, context = self._request_log.now(), record.trace.context
+        prompts = [RoutedPrompt(each, RequestTrace(now_s, context)) for each in requests]
         merger = AnswerMerger(len(prompts), requests[0].n)
         fan_out = FanOut(self._backend, self._start_limiter.wait, admitted.end_wait, parallel)
         try:
@@ -163,6 +167,13 @@ class GenerationApi:
                 PromptRecord(prompt.trace, len(prompt.request.token_ids), merger.usage_of(number))
                 for number, prompt in enumerate(prompts)
             ]
+
+    def _record(
+        self, request: web.Request, sender: Sender
+    ) -> AbstractContextManager[RequestRecord]:
+        return self._request_log.record(
+            sender.request_id, request.path, sender.tenant, request.headers.get(TRACEPARENT)
+        )
 
     def _gateway_requests(
         self, request: web.Request, sender: Sender, prepared: PreparedRequest

@@ -26,9 +26,13 @@ class PlacementRequest:
     home: ClusterId = ClusterId("")  # the PD cluster at which the request has arrived
     waits_for: ClusterId | None = None  # the cluster in whose queue the request is or was last
     explains: bool = False  # its route is to be explained, whatever the rate of explanations
+    waited_for: str = ""  # why the request was held when it arrived; empty: it was not
+    # Recorded when the request is placed: the time that its state takes on the link to the decode
+    # node's cluster, at the believed rate and alone. None: its prefill is in the same cluster.
+    transfer_s: float | None = None
     # Recorded when the request is placed, where the gateway has a console.
     explanation: Explanation | None = None
-    stateless_tokens: int = 0  # recorded when the request is placed; see `RequestTrace`
+    stateless_tokens: int = 0  # see `RequestTrace`; recorded when the request is placed
 
     @property
     def queue(self) -> str:

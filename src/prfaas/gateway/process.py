@@ -21,7 +21,7 @@ from prfaas.gateway.api.credentials import GatewayCredentials
 from prfaas.gateway.api.loop_lag import measure_lag
 from prfaas.gateway.api.metrics import ApiMetrics
 from prfaas.gateway.api.prompts import THREADS, Prompts
-from prfaas.gateway.api.request_log import RequestLog
+from prfaas.gateway.api.request_log import RequestLog, RequestObserver
 from prfaas.gateway.api.request_preparation import RequestPreparer
 from prfaas.gateway.backend import BackendOptions, running
 from prfaas.gateway.body_workers.messages import WorkerSettings
@@ -31,6 +31,9 @@ from prfaas.gateway.console.feed import Feed
 from prfaas.gateway.console.paths import ConsolePaths
 from prfaas.gateway.console.recent import RecentRequests
 from prfaas.gateway.console.scenes import SceneSource
+from prfaas.gateway.following.export import Observers, RequestExport
+from prfaas.gateway.following.kept_requests import RequestHistory
+from prfaas.gateway.following.paths import FollowingPaths
 from prfaas.gateway.generation import Limits
 from prfaas.gateway.request import Backend
 from prfaas.gateway.tenants import Tenants
@@ -44,6 +47,7 @@ from prfaas.service.probes import add_probes
 from prfaas.service.request_body import log_malformed_requests_briefly
 from prfaas.service.stopping import Stopping
 from prfaas.text import ModelTokenizer
+from prfaas.tracing.otlp import chosen_exporter
 
 _MB = 10**6
 SHORTEST_DRAIN_S = 0.01  # to aiohttp, zero means no limit
@@ -110,10 +114,15 @@ async def serving(
     """Serves the API over any backend; yields its URL. `tenants` is also the backend's. `scenes`:
     what the console shows; None: there is no console."""
     section, max_tokens = deployment.gateway, deployment.model.max_tokens
-    recent = None if scenes is None else RecentRequests(clock)
+    history = RequestHistory(clock)
+    recent = None if scenes is None else RecentRequests(clock, history)
+    observers: list[RequestObserver] = [history, *([] if recent is None else [recent])]
     metrics = ApiMetrics()
     metrics.include(backend.metrics)
     async with AsyncExitStack() as stack:
+        exporter = stack.enter_context(chosen_exporter(section.otlp_endpoint, "gateway"))
+        if exporter is not None:
+            observers.append(RequestExport(exporter, deployment.model.name, clock))
         workers = await stack.enter_async_context(_body_workers(deployment, options, metrics))
         threads = stack.enter_context(
             ThreadPoolExecutor(THREADS, thread_name_prefix="prfaas-tokenising")
@@ -137,7 +146,12 @@ async def serving(
                 tenants or Tenants(section, lambda: options.credentials.tenants),
                 section.timeouts.stall_s,
             ),
-            RequestLog(metrics, clock, recent),
+            RequestLog(
+                metrics,
+                clock,
+                Observers(observers) if len(observers) > 1 else history,
+                samples=exporter is not None,
+            ),
         )
         console: ConsolePaths | None = None
         if scenes is not None and recent is not None:
@@ -148,7 +162,9 @@ async def serving(
             feed = Feed(scenes, recent, clock, access.describe)
             await stack.enter_async_context(feed.running())
             console = ConsolePaths(access, feed, recent, scenes, api.generation, body_reader)
-        app = api.application(console)
+        app = api.application(
+            console, FollowingPaths(history, backend, deployment.model.name, clock)
+        )
         log_malformed_requests_briefly()
         add_probes(app, "gateway", stopping or Stopping(), backend.unready_reason)
         runner = web.AppRunner(

@@ -7,18 +7,25 @@ token on.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from prometheus_client.core import Metric
 
 from prfaas.contracts.gateway_api import GatewayReport
 from prfaas.contracts.kvd_api import Heartbeat
+from prfaas.gateway.attempt_trace import AttemptTrace
 from prfaas.gateway.client.token_ids import TokenIds
 from prfaas.scheduler.explain import Explanation
+from prfaas.scheduler.request import Route
+from prfaas.tracing.context import TraceContext, new_span_id, new_trace, parse_traceparent
+from prfaas.tracing.spans import Span
 from prfaas.types import Form
+
+# Attempts of one request that are kept. A request that finds the decode nodes full makes many.
+MOST_COURSES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +51,13 @@ class GatewayRequest:
 
 @dataclass(slots=True)
 class RequestTrace:
-    """The course of one request, filled in as it happens, then logged and counted once."""
+    """The course of one request, filled in as it happens, then logged and counted once. The log and
+    the metrics read the latest attempt here; `courses` has every attempt."""
 
     arrived_s: float
+    # Of the request's own span. The prompts of a list have the one of their request.
+    context: TraceContext = field(default_factory=lambda: new_trace(sampled=False))
+    parent_id: str | None = None  # the client's span, where the client has sent one
     home: str = ""  # the PD cluster at which the request has arrived
     cluster: str = ""  # of the prefill node
     prefill: str = ""
@@ -60,6 +71,9 @@ class RequestTrace:
     attempts: int = 0
     waited_s: float = 0.0  # until its prefill began; 0 without a hand-off
     # Times on the gateway's clock; None: the request did not get that far.
+    read_s: float | None = None  # the body has arrived
+    tokenized_s: float | None = None  # the prompt has been checked and tokenised
+    asked_s: float | None = None  # the router was asked for nodes, and has not placed it yet
     routed_s: float | None = None
     granted_s: float | None = None
     prefilled_s: float | None = None  # the prefill node of a hand-off has answered
@@ -71,6 +85,45 @@ class RequestTrace:
     explanation: Explanation | None = None
     # Tokens whose blocks some node has, but without a state to resume from.
     stateless_tokens: int = 0
+    courses: list[AttemptTrace] = field(default_factory=list)
+
+    @classmethod
+    def begin(cls, now_s: float, traceparent: str | None, *, samples: bool) -> RequestTrace:
+        """Of a request that has just arrived. `samples`: this gateway exports its spans."""
+        caller = None if traceparent is None else parse_traceparent(traceparent)
+        if caller is None:
+            return cls(now_s, new_trace(sampled=samples))
+        context = caller.child()._replace(sampled=caller.sampled or samples)
+        return cls(now_s, context, caller.span_id)
+
+    def begin_attempt(
+        self,
+        route: Route,
+        now_s: float,
+        waited_for: str = "",
+        transfer_s: float | None = None,
+    ) -> AttemptTrace:
+        """`waited_for` and `transfer_s`: see `PlacementRequest`."""
+        self.attempts += 1
+        self.routed_s = now_s
+        self.granted_s, self.prefilled_s, self.committed_s, self.form = None, None, None, ""
+        self.cluster, self.prefill, self.decode = route.cluster, route.prefill, route.decode
+        self.offloaded, self.reason = route.offloaded, route.reason
+        self.remainder = route.is_remainder
+        self.cached_tokens, self.nbytes = route.cached_tokens, route.nbytes
+        asked_s = now_s if self.asked_s is None else self.asked_s
+        self.asked_s = None
+        if len(self.courses) >= MOST_COURSES:
+            # The first and the latest ones tell most.
+            del self.courses[MOST_COURSES // 2]
+        begun = AttemptTrace(route, new_span_id(), asked_s, now_s, waited_for, transfer_s)
+        self.courses.append(begun)
+        return begun
+
+    @property
+    def course(self) -> AttemptTrace:
+        """The latest attempt. There must be one."""
+        return self.courses[-1]
 
     def summarise(self, traces: Sequence[RequestTrace]) -> None:
         """Makes this the trace of a list of prompts: sums, and what all of them have in common."""
@@ -108,6 +161,11 @@ class Upstream(Protocol):
         """Yields the answer's items. Raises `StreamBroken`."""
 
 
+class CollectedSpans(NamedTuple):
+    spans: list[Span]
+    missing: list[str]  # processes that did not answer or have forgotten the trace, one line each
+
+
 class Backend(Protocol):
     def answer(
         self, request: GatewayRequest, trace: RequestTrace
@@ -136,6 +194,12 @@ class Backend(Protocol):
     def gateway_report(self, after: int) -> GatewayReport | None:
         """This gateway for the other gateways of the deployment, with the lengths of its requests
         after the one of this number. None: the deployment has no other gateways."""
+
+    async def collect_spans(self, trace_id: str, nodes: Collection[str]) -> CollectedSpans:
+        """The spans of a trace that these nodes and their kvds still have, on their own clocks."""
+
+    def describe(self, explanation: Explanation) -> dict[str, Any]:
+        """The explanation of a route, as `explain` returns it."""
 
     def drain(self, cluster: str, drained: bool) -> dict[str, Any]:
         """Drains a cluster, which then gets no new requests, or ends that. Returns the order that

@@ -28,6 +28,7 @@ from prfaas.gateway.placement import PlacementRequest, tenant_of
 from prfaas.gateway.short_term_log import ShortTermLog
 from prfaas.gateway.tenants import Tenants
 from prfaas.scheduler.explain import Explanation
+from prfaas.scheduler.options import estimated_bps
 from prfaas.scheduler.plan import Plan
 from prfaas.scheduler.request import Request, local_only_reason
 from prfaas.scheduler.sets import Choice
@@ -113,7 +114,7 @@ class Router:
 
     async def _wait(self, placement: PlacementRequest, hold: Hold, patience_s: float) -> None:
         self.tenants.waiting.take(placement.tenant)
-        placement.waits_for = hold.cluster
+        placement.waits_for, placement.waited_for = hold.cluster, hold.reason
         self.waiting_room.put(placement, hold, placement.queue)
         try:
             if hold.cluster is not None and self._has_room(hold.cluster):
@@ -181,14 +182,19 @@ class Router:
         if hold is not None:
             return hold
         manager.observe(placement.prompt, match, now)
-        placement.stateless_tokens = match.lost_tokens
-        if self.wants_explanation is not None:
-            if placement.explains or self.wants_explanation():
-                taken = choice._replace(taken=found)
-                # A console must not fail a request.
-                self._fleet.failures.contain(
-                    "console", partial(self._record_explanation, placement, taken, cached)
-                )
+        if match.nodes:
+            placement.stateless_tokens = match.lost_tokens
+        if found.offloaded:
+            link_id = (found.cluster, found.decode_cluster)
+            bps = estimated_bps(link_id, choice.view.links[link_id], state)
+            placement.transfer_s = found.nbytes * 8 / bps
+        wants = self.wants_explanation
+        if wants is not None and (placement.explains or wants()):
+            taken = choice._replace(taken=found)
+            # A console must not fail a request.
+            self._fleet.failures.contain(
+                "console", partial(self._record_explanation, placement, taken, cached)
+            )
         on_prefill_end = partial(self._on_prefill_end, found.prefill)
         placement.booking = self._fleet.book(found, request.prompt_tokens, on_prefill_end)
         weight = 1.0

@@ -13,6 +13,7 @@ GET  /v1/role, POST         reads or sets the role; 409 when the epoch is not th
                             when the planning lease was granted to a later gateway
 POST /v1/planning           claims, renews or gives up the planning lease
 POST /v1/prove              proves that this kvd has the member key, without revealing it
+GET  /prfaas/v1/traces/ID   the spans of a trace that this kvd still has (`contracts/trace_api.py`)
 GET  /metrics               for Prometheus; the operator key opens it, too
 GET  /health                200 while the process runs, as /live
 GET  /live, /ready          for orchestrators (`service/probes.py`)
@@ -48,6 +49,7 @@ from prfaas.contracts.kvd_api import (
     SetRole,
     TransferStatus,
 )
+from prfaas.contracts.trace_api import TRACE_PATH, ProcessSpans
 from prfaas.errors import TransferFailed
 from prfaas.http_client.client import HttpClient
 from prfaas.kvd.http_messages import (
@@ -68,13 +70,19 @@ from prfaas.kvd.store import Store
 from prfaas.kvd.transfers.incoming import NO_ENGINE, IncomingTransfers
 from prfaas.kvd.transfers.outgoing import OutgoingTransfers
 from prfaas.kvd.transfers.prefix_pull import pull
+from prfaas.kvd.transfers.transfer_spans import transfer_attributes
 from prfaas.security.peers import PeerRules
 from prfaas.security.shared_key import SharedKey, require_key
 from prfaas.service.probes import add_probes
 from prfaas.service.request_body import log_malformed_requests_briefly
 from prfaas.service.stopping import Stopping
-from prfaas.types import BlockHash, Compat, NodeId, TransferId
+from prfaas.tracing.context import TRACEPARENT
+from prfaas.tracing.recorder import SpanRecorder
+from prfaas.tracing.server_span import server_span
+from prfaas.tracing.spans import KVD_GRANT, KVD_PULL, NBYTES
+from prfaas.types import BlockHash, Compat, NodeId, NotNow, TransferId
 
+_INCOMPATIBLE = "the engine does not match this kvd"
 _REASON_CHARS = 1_000  # of an abort: statuses and log lines repeat it
 
 
@@ -90,6 +98,7 @@ class HttpApi:
         peers: PeerRules,
         stopping: Stopping,
         clock: Clock | None = None,
+        recorder: SpanRecorder | None = None,
     ) -> None:
         self.url = ""  # set when the server listens
         self._store = store
@@ -100,6 +109,7 @@ class HttpApi:
         self._peers = peers
         self._stopping = stopping
         self._clock = clock or MonotonicClock()
+        self._recorder = recorder or SpanRecorder("kvd", self._clock)
         self._promise = first_promise(self._clock.now())
         self._bodies = RequestBodies()
         self._key: SharedKey | None = None
@@ -130,6 +140,7 @@ class HttpApi:
                 web.post("/v1/role", self._set_role),
                 web.post("/v1/planning", self._claim_planning),
                 web.post("/v1/prove", self._prove),
+                web.get(TRACE_PATH, self._trace),
                 web.get("/health", self._health),
                 web.get("/metrics", self._metrics),
                 web.get("/openapi.json", self._openapi),
@@ -138,13 +149,21 @@ class HttpApi:
         return app
 
     async def _open(self, request: web.Request) -> web.Response:
-        body = await self._bodies.read(request, OpenTransfer)
-        if (refusal := self._incompatible(body.compat)) is not None:
-            return refusal
-        try:
-            return json_response(await self._incoming.open_prepared(body))
-        except TransferFailed as error:
-            return json_response(KvdErrorBody("ended", str(error)), status=409)
+        with server_span(self._recorder, KVD_GRANT, request.headers.get(TRACEPARENT)) as span:
+            body = await self._bodies.read(request, OpenTransfer)
+            if (refusal := self._incompatible(body.compat)) is not None:
+                span.error = _INCOMPATIBLE
+                return refusal
+            try:
+                granted = await self._incoming.open_prepared(body, span.parent)
+            except TransferFailed as error:
+                span.error = str(error)
+                return json_response(KvdErrorBody("ended", str(error)), status=409)
+            if isinstance(granted, NotNow):
+                span.error = granted.reason
+            else:
+                span.attributes.update(transfer_attributes(granted, granted.max_bytes))
+            return json_response(granted)
 
     async def _transfer(self, request: web.Request) -> web.Response:
         transfer_id = TransferId(request.match_info["id"])
@@ -172,12 +191,19 @@ class HttpApi:
         return json_response(PrefixMatch(match.tokens, match.attention_tokens))
 
     async def _pull(self, request: web.Request) -> web.Response:
-        body = await self._bodies.read(request, PullPrefix)
-        host = urlsplit(parse_peer_url(body.source, "source")).hostname
-        self._peers.check(host or "", "source")
-        if (refusal := self._incompatible(body.compat)) is not None:
-            return refusal
-        return json_response(await pull(self._store, self._incoming, self._http, body))
+        with server_span(self._recorder, KVD_PULL, request.headers.get(TRACEPARENT)) as span:
+            body = await self._bodies.read(request, PullPrefix)
+            host = urlsplit(parse_peer_url(body.source, "source")).hostname
+            self._peers.check(host or "", "source")
+            if (refusal := self._incompatible(body.compat)) is not None:
+                span.error = _INCOMPATIBLE
+                return refusal
+            pulled = await pull(self._store, self._incoming, self._http, body, span.context)
+            if isinstance(pulled, NotNow):
+                span.error = pulled.reason
+            else:
+                span.attributes[NBYTES] = pulled.granted_bytes
+            return json_response(pulled)
 
     async def _push(self, request: web.Request) -> web.Response:
         body = await self._bodies.read(request, PushPrefix)
@@ -227,6 +253,10 @@ class HttpApi:
         body = await self._bodies.read(request, ProveMembership)
         url = parse_peer_url(self.url, "url")
         return json_response(ProofOfMembership(tuple(self._key.prove(body.challenge, url))))
+
+    async def _trace(self, request: web.Request) -> web.Response:
+        spans = self._recorder.spans_of(request.match_info["trace_id"])
+        return json_response(ProcessSpans(tuple(spans)))
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response(text="ok")

@@ -22,6 +22,7 @@ from prfaas.contracts.kvd_api import (
     SetRole,
     TransferStatus,
 )
+from prfaas.contracts.trace_api import TRACE_ID_PATTERN, TRACES_PATH, ProcessSpans
 from prfaas.service.openapi import JSON, TEXT, ApiDocument, parameter
 from prfaas.service.probes import PROBE_PATHS
 from prfaas.types import Grant, NotNow
@@ -32,7 +33,7 @@ _REASONS = {
     400: "The request is invalid; the message names the field.",
     401: "The member key is missing or not valid.",
     403: "KV must not be sent to or pulled from this host.",
-    404: "The transfer is not known here.",
+    404: "The transfer is not known here, or the id is not one.",
     408: "The body did not arrive in time.",
     409: "The engine does not match, the transfer has ended, or the role was changed meanwhile.",
     413: "The body is too large.",
@@ -46,7 +47,7 @@ def openapi(*, with_keys: bool) -> bytes:
     """`with_keys`: the kvd has a member key."""
     kinds = (OpenTransfer, Grant, NotNow, TransferStatus, AbortTransfer, MatchPrefix, PrefixMatch)
     more = (PullPrefix, PrefixPulled, PushPrefix, PushStarted, KvdReport, EventPage, Role, SetRole)
-    others = (ProveMembership, ProofOfMembership, ClaimPlanning, PlanningLease)
+    others = (ProveMembership, ProofOfMembership, ClaimPlanning, PlanningLease, ProcessSpans)
     document = ApiDocument("prfaas kvd", (*kinds, *more, *others), KvdErrorBody, _REASONS)
     ref, add = document.ref, document.add
     keyed = (401,) if with_keys else ()
@@ -137,6 +138,15 @@ def openapi(*, with_keys: bool) -> bytes:
         {JSON: ref(ProofOfMembership)},
         body=ref(ProveMembership),
         errors=(*_READING, 409),
+    )
+    trace_id = {"type": "string", "pattern": f"^{TRACE_ID_PATTERN}$"}
+    add(
+        "get",
+        f"{TRACES_PATH}{{trace_id}}",
+        "The spans of a trace that this kvd still has.",
+        {JSON: ref(ProcessSpans)},
+        errors=(*keyed, 404),
+        parameters=[parameter("trace_id", trace_id, where="path")],
     )
     add("get", "/metrics", "Prometheus metrics.", {TEXT: {"type": "string"}}, errors=keyed)
     document.add_common(health={TEXT: {"type": "string"}})

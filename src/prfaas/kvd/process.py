@@ -43,6 +43,8 @@ from prfaas.security.tls import SERVICE_NAME, TlsIdentity
 from prfaas.service.descriptors import raise_descriptor_limit
 from prfaas.service.stopping import Stopping
 from prfaas.supervision import Failures, repeat
+from prfaas.tracing.otlp import chosen_exporter
+from prfaas.tracing.recorder import SpanRecorder
 from prfaas.transport.host_speed import Sending, choose_sending
 from prfaas.transport.link import ConnectionBudget, LinkOptions
 from prfaas.transport.listener import Listener
@@ -78,6 +80,7 @@ class KvdOptions:
     timeouts: KvdTimeouts = _DEFAULTS.timeouts
     connections: int | None = _DEFAULTS.connections  # per peer; None: as many as workers, or more
     workers: int | None = _DEFAULTS.workers  # None: by the number of cores
+    otlp_endpoint: str | None = None  # None: the environment's, if it has one
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +137,8 @@ async def run_kvd(
         data = reachable(Address(*listener.address), options.advertise)
         events = EventLog(instance=uuid.uuid4().hex)
         store = Store(NodeId(options.node or f"kvd-{data}"), options.store, events, clock)
+        exporter = stack.enter_context(chosen_exporter(options.otlp_endpoint, "kvd", store.node))
+        recorder = SpanRecorder("kvd", clock, store.node, exporter)
         sending = await _choose_sending(options)
         trusted = options.insecure or options.member_key is not None
         peers = PeerRules(options.peers, trusted=trusted)
@@ -153,8 +158,8 @@ async def run_kvd(
             late_since=lateness.since,
         )
         address = options.via or str(data)
-        incoming = IncomingTransfers(store, listener, address, timeouts, clock)
-        outgoing = OutgoingTransfers(store, links, clock)
+        incoming = IncomingTransfers(store, listener, address, timeouts, clock, recorder)
+        outgoing = OutgoingTransfers(store, links, clock, recorder)
         engines = EngineSocketServer(
             store, incoming, outgoing, PinnedPrefixes(store, clock), address
         )
@@ -164,7 +169,7 @@ async def run_kvd(
             open_client(options.member_key, tls=tls.client if tls else None)
         )
         stopping = stopping or Stopping()
-        api = HttpApi(store, incoming, outgoing, reporter, http, peers, stopping, clock)
+        api = HttpApi(store, incoming, outgoing, reporter, http, peers, stopping, clock, recorder)
         app = api.app(options.member_key, options.operator_key)
         served = await _serve_http(stack, app, options.http, tls.member_http() if tls else None)
         scheme = "https" if tls else "http"

@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from prfaas.contracts.openai import ErrorBody, Usage
+from prfaas.contracts.trace_api import TRACE_ID_PATTERN, TRACES_PATH, ProcessSpans
 from prfaas.node.request_schema import ChatOptions, Completion
-from prfaas.service.openapi import EVENT, EVENTS, JSON, OBJECT, TEXT, ApiDocument, Content
+from prfaas.service.openapi import (
+    EVENT,
+    EVENTS,
+    JSON,
+    OBJECT,
+    TEXT,
+    ApiDocument,
+    Content,
+    parameter,
+)
 from prfaas.service.probes import PROBE_PATHS
 from prfaas.text import Chat
 from prfaas.text.tokenization import (
@@ -20,7 +30,7 @@ OPEN_PATHS = PROBE_PATHS | {"/health", "/openapi.json"}
 _REASONS = {
     400: "The request is invalid; the message names the field.",
     401: "The member key is missing or not valid.",
-    404: "This node serves another model.",
+    404: "This node serves another model, or the id is not a trace id.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
     424: "This host does not have the state of the transfer.",
@@ -33,7 +43,7 @@ _READING = (400, 408, 413, 503)  # of every request with a body
 def openapi(*, with_keys: bool) -> bytes:
     """`with_keys`: the node has a member key."""
     texts = (TokenizeOptions, TokenizePrompt, TokenizeAnswer, Detokenize, DetokenizeAnswer)
-    kinds = (Completion, ChatOptions, Chat, Usage, *texts)
+    kinds = (Completion, ChatOptions, Chat, Usage, ProcessSpans, *texts)
     document = ApiDocument("prfaas node", kinds, ErrorBody, _REASONS)
     keyed = (401,) if with_keys else ()
     answer = {
@@ -113,6 +123,15 @@ def openapi(*, with_keys: bool) -> bytes:
         "required": ["object", "data"],
     }
     document.add("get", "/v1/models", "The model that is served.", {JSON: models}, errors=keyed)
+    trace_id = {"type": "string", "pattern": f"^{TRACE_ID_PATTERN}$"}
+    document.add(
+        "get",
+        f"{TRACES_PATH}{{trace_id}}",
+        "The spans of a trace that this node still has.",
+        {JSON: document.ref(ProcessSpans)},
+        errors=(*keyed, 404),
+        parameters=[parameter("trace_id", trace_id, where="path")],
+    )
     document.add("get", "/version", "Version of the node.", {JSON: OBJECT}, errors=keyed)
     document.add(
         "get",

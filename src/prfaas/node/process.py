@@ -33,6 +33,8 @@ from prfaas.security.tls import TlsIdentity
 from prfaas.service.descriptors import raise_descriptor_limit
 from prfaas.service.stopping import Stopping
 from prfaas.text import ModelTokenizer
+from prfaas.tracing.otlp import chosen_exporter
+from prfaas.tracing.recorder import SpanRecorder
 
 PREPARE_S = 10.0  # for a device to register the first pages of the kvd's arena: a second is usual
 
@@ -64,6 +66,7 @@ class NodeSettings:
     timeouts: NodeTimeouts
     insecure: bool = False
     keep_answers: bool = True
+    otlp_endpoint: str | None = None  # None: the environment's, if it has one
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +111,16 @@ async def run_node(
         publisher = await stack.enter_async_context(
             open_publisher(settings.events, settings.replay)
         )
+        # Under the name of its kvd: the two are one host.
+        kvd_name, clock = client.registered.node, MonotonicClock()
+        exporter = stack.enter_context(chosen_exporter(settings.otlp_endpoint, "node", kvd_name))
+        recorder = SpanRecorder("node", clock, kvd_name, exporter)
         request_runner = await stack.enter_async_context(
             open_request_runner(
                 engine,
                 JobBuilder(client, block_tokens, keeps_answers=keeps),
                 metrics,
-                MonotonicClock(),
+                clock,
                 PromptListener(translator, publisher),
             )
         )
@@ -127,6 +134,7 @@ async def run_node(
             metrics,
             stopping,
             lambda: "" if client.connected else "the node's kvd does not answer",
+            recorder,
         )
         application = api.application(member_key, operator_key)
         # Cancels the handler of a client that hangs up, even while nothing is written to it.

@@ -14,6 +14,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Literal, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 from prfaas.clock import Clock
@@ -62,7 +63,8 @@ class _Threads(NamedTuple):
 
 
 class ActiveRequest:
-    """A started request. It emits Prefilled, Tokens, then Finished or JobFailed."""
+    """A started request. It emits Prefilled, Tokens, then Finished or JobFailed. Times are on the
+    runner's clock; None: the request has not come so far."""
 
     def __init__(
         self,
@@ -79,6 +81,11 @@ class ActiveRequest:
         self.resumed_tokens = 0
         self.generated: list[int] = []
         self.prompt_told = request.continuation > 0  # the first continuation tells it
+        self.leased_s: float | None = None  # the kvd has given the pages, or has none to give
+        self.began_s: float | None = None  # the engine has taken the job from its queue
+        self.computed_s: float | None = None  # the prompt
+        self.first_token_s: float | None = None
+        self.last_token_s: float | None = None
         self._cancel_job = cancel_job
 
     def __repr__(self) -> str:
@@ -217,6 +224,7 @@ class RequestRunner:
             prepared = await self._in_thread(self._builder.prepare, request)
         finally:
             self._preparing -= 1
+        active.leased_s = self._clock.now()
         if prepared.hashes and prepared.lease is None:
             self._metrics.unpooled.inc()
         inbox: asyncio.Queue[Event | _Lost] = asyncio.Queue()
@@ -249,7 +257,11 @@ class RequestRunner:
             inbox.put_nowait(Prefilled(prepared.resumed_tokens, 0, 0))
             inbox.put_nowait(Finished("length"))
             return
-        refused = self._engine.submit(prepared.job, from_thread)
+
+        def on_begin() -> None:
+            active.began_s = self._clock.now()
+
+        refused = self._engine.submit(replace(prepared.job, on_begin=on_begin), from_thread)
         if isinstance(refused, NotNow):
             raise errors.not_now(refused)
         if isinstance(active.request.transfer, RemoteDecode):
@@ -271,6 +283,7 @@ class RequestRunner:
                         pass
                     return JobFailed(request_error("transfer_lost", reason))
                 case Prefilled():
+                    active.computed_s = self._clock.now()
                     await self._computed(active, prepared)
                     self._count_prompt(prepared, event)
                     active.resumed_tokens = event.resumed_tokens
@@ -281,7 +294,8 @@ class RequestRunner:
                     histogram.observe(now - last_s)
                     self._metrics.generation_tokens.inc()
                     active.generated.append(event.id)
-                    last_s = now
+                    active.first_token_s = now if first else active.first_token_s
+                    active.last_token_s = last_s = now
             active.emit(event)
             if isinstance(event, Token) and not active.prompt_told:
                 await asyncio.sleep(0)  # the handler sends the token first

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -12,6 +13,8 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from prfaas import __version__
+from prfaas.clock import MonotonicClock
+from prfaas.contracts.trace_api import TRACE_PATH, ProcessSpans
 from prfaas.engine.api import Engine, Finished, JobFailed, Prefilled, Token
 from prfaas.errors import InputError, RequestError
 from prfaas.node import errors
@@ -22,6 +25,7 @@ from prfaas.node.openapi import OPEN_PATHS, openapi
 from prfaas.node.request_reader import NodeModel, PlannedChoice, ReadRequest, RequestReader
 from prfaas.node.request_runner import RequestRunner
 from prfaas.node.request_schema import GenerationRequest
+from prfaas.node.request_spans import RequestSpans
 from prfaas.node.responses import DONE, error_piece, whole_response
 from prfaas.node.served.fields import served_fields
 from prfaas.security.shared_key import SharedKey, require_key
@@ -29,6 +33,10 @@ from prfaas.service.probes import add_probes
 from prfaas.service.request_body import DamagedBody, log_malformed_requests_briefly
 from prfaas.service.stopping import Stopping
 from prfaas.text.tokenization import detokenize, parse_detokenize, parse_tokenize, tokenize
+from prfaas.tracing.context import TRACEPARENT
+from prfaas.tracing.recorder import SpanRecorder
+from prfaas.tracing.server_span import ServerSpan, server_span
+from prfaas.tracing.spans import MODEL, NODE_REQUEST
 
 _LOG = logging.getLogger(__name__)
 _BEGUN = web.RequestKey("begun", bool)  # the status line of a stream has been sent
@@ -43,6 +51,7 @@ class NodeApi:
         metrics: NodeMetrics,
         stopping: Stopping | None = None,
         problem: Callable[[], str] = str,
+        recorder: SpanRecorder | None = None,
     ) -> None:
         """`problem` says why the node is not ready; empty when it is."""
         self._model = model
@@ -52,6 +61,7 @@ class NodeApi:
         self._reader = RequestReader(model, engine)
         self._stopping = stopping or Stopping()
         self._problem = problem
+        self._recorder = recorder or SpanRecorder("node", MonotonicClock())
         self._document = b""
 
     def application(
@@ -77,6 +87,7 @@ class NodeApi:
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics_page)
         app.router.add_get("/version", self._version)
+        app.router.add_get(TRACE_PATH, self._trace)
         return app
 
     # Status and tokenizer -------------------------------------------------------------------------
@@ -114,6 +125,10 @@ class NodeApi:
         page = self._metrics.render(self._engine.stats, self._runner.preparing)
         return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
+    async def _trace(self, request: web.Request) -> web.Response:
+        spans = self._recorder.spans_of(request.match_info["trace_id"])
+        return _json(ProcessSpans(tuple(spans)))
+
     async def _tokenize(self, request: web.Request) -> web.Response:
         asked = await self._reader.parsed(request, parse_tokenize)
         self._reader.check_model(asked.model)
@@ -128,10 +143,14 @@ class NodeApi:
     # Completions ----------------------------------------------------------------------------------
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, await self._reader.read_completion(request))
+        with self._span(request) as span:
+            reads = await self._reader.read_completion(request)
+            return await self._generate(request, reads, span)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, [await self._reader.read_chat(request)])
+        with self._span(request) as span:
+            read = await self._reader.read_chat(request)
+            return await self._generate(request, [read], span)
 
     async def _render_completion(self, request: web.Request) -> web.Response:
         reads = await self._reader.read_completion(request)
@@ -140,13 +159,21 @@ class NodeApi:
     async def _render_chat(self, request: web.Request) -> web.Response:
         return _json(self._reader.render(await self._reader.read_chat(request)))
 
+    @contextmanager
+    def _span(self, request: web.Request) -> Iterator[ServerSpan]:
+        header = request.headers.get(TRACEPARENT)
+        with server_span(self._recorder, NODE_REQUEST, header) as span:
+            span.attributes[MODEL] = self._model.name
+            yield span
+
     async def _generate(
-        self, request: web.Request, reads: Sequence[ReadRequest]
+        self, request: web.Request, reads: Sequence[ReadRequest], span: ServerSpan
     ) -> web.StreamResponse:
         """`reads`: one for each prompt."""
         asked, choices = reads[0].asked, self._reader.choices(reads)
+        spans = RequestSpans(self._runner.start, self._recorder, span)
         running = RunningChoices(
-            self._runner.start,
+            spans.start,
             [choice.request for choice in choices],
             continuations=asked.continuations,
             together=self._engine.limits.max_running,
@@ -158,6 +185,7 @@ class NodeApi:
                 return await self._stream(request, asked, running, choices)
             return await self._whole(running, choices)
         finally:
+            spans.describe()
             running.abort()
 
     async def _show_prompt(

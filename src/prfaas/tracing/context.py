@@ -1,6 +1,6 @@
 """The W3C trace context: which trace a call belongs to, and which span has made it. Pure.
 
-    traceparent: 00-<trace id, 32 hex digits>-<span id, 16 hex digits>-<flags, 2 hex digits>
+traceparent: 00-<trace id, 32 hex digits>-<span id, 16 hex digits>-<flags, 2 hex digits>
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class TraceContext(NamedTuple):
 
 
 def new_trace(*, sampled: bool) -> TraceContext:
-    return TraceContext(os.urandom(16).hex(), new_span_id(), sampled)
+    ids = os.urandom(24).hex()
+    return TraceContext(ids[:32], ids[32:], sampled)
 
 
 def new_span_id() -> str:

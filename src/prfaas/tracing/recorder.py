@@ -1,14 +1,14 @@
 """The spans of one process: the latest ones are kept for whoever asks, and those of sampled traces
 go to the exporter.
 
-Everything is bounded: `MOST_TRACES` traces with `MOST_SPANS` spans each, the oldest trace goes
-first. Use it on one thread, or on one event loop.
+Everything is bounded: `MOST_TRACES` traces with `MOST_SPANS` spans each; the oldest ones go first.
+Use it on one thread, or on one event loop.
 """
 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -17,6 +17,7 @@ from prfaas.tracing.context import TraceContext, new_span_id
 from prfaas.tracing.spans import MOST_SPANS, Kind, Service, Span, Value, shown
 
 MOST_TRACES = 1_024
+_CLOCK_SET_S = 0.05  # less is the delay between two readings of clocks
 _NO_ATTRIBUTES: Mapping[str, Value] = {}
 
 
@@ -39,7 +40,14 @@ class SpanRecorder:
         self._node = node
         self._clock = clock
         self._epoch = epoch
-        self._traces: OrderedDict[str, list[Span]] = OrderedDict()
+        self._traces: OrderedDict[str, deque[Span]] = OrderedDict()
+
+        # An interruption makes it larger.
+        self._offset_s = min(self._measured_s() for _ in range(3))
+
+    def now(self) -> float:
+        """On the process's clock, for the start of a span."""
+        return self._clock.now()
 
     def record(
         self,
@@ -56,7 +64,7 @@ class SpanRecorder:
         """Records a span that has ended, with times on the process's clock; without `end_s` it ends
         now. `span_id`: of a span that has made calls, whose context was sent with them."""
         now_s = self._clock.now()
-        to_epoch_s = self._epoch() - now_s
+        to_epoch_s = self._to_epoch_s()
         span = Span(
             name=name,
             trace_id=parent.trace_id,
@@ -68,7 +76,7 @@ class SpanRecorder:
             parent_id=parent.span_id,
             kind=kind,
             error=shown(error),
-            attributes=dict(attributes),
+            attributes={name: _bounded(value) for name, value in attributes.items()},
         )
         self._keep(span)
         if parent.sampled and self.exporter is not None:
@@ -78,11 +86,27 @@ class SpanRecorder:
     def spans_of(self, trace_id: str) -> list[Span]:
         return list(self._traces.get(trace_id, ()))
 
+    def _to_epoch_s(self) -> float:
+        """What to add to a time of the process's clock. It changes only when the wall clock is set:
+        a process that is interrupted between two readings must not shift its spans."""
+        found_s = self._measured_s()
+        if abs(found_s - self._offset_s) > _CLOCK_SET_S:
+            self._offset_s = self._measured_s()
+        return self._offset_s
+
+    def _measured_s(self) -> float:
+        now_s = self._clock.now()
+        return self._epoch() - now_s
+
     def _keep(self, span: Span) -> None:
         kept = self._traces.get(span.trace_id)
         if kept is None:
             if len(self._traces) >= MOST_TRACES:
                 self._traces.popitem(last=False)
-            kept = self._traces[span.trace_id] = []
-        if len(kept) < MOST_SPANS:
-            kept.append(span)
+            kept = self._traces[span.trace_id] = deque(maxlen=MOST_SPANS)
+        # A client may have one trace for hundreds of requests: operators ask for the latest ones.
+        kept.append(span)
+
+
+def _bounded(value: Value) -> Value:
+    return shown(value) if isinstance(value, str) else value

@@ -61,6 +61,11 @@ FORM: Final = "prfaas.transfer.form"
 STATELESS_TOKENS: Final = "prfaas.stateless_tokens"  # cached blocks without a state to resume from
 PREDICTED: Final = "prfaas.predicted_seconds"  # by the route, for the same piece of work
 ATTEMPTS: Final = "prfaas.attempts"
+# Why an attempt has failed: one of `FAILURES`.
+FAILURE: Final = "prfaas.attempt.failure"
+SILENT, LOST, CUT = "silent node", "lost node", "cut link"
+NO_STATE, NO_MEMORY, OTHER = "lost state", "no memory", "other"
+FAILURES: Final = (SILENT, LOST, CUT, NO_STATE, NO_MEMORY, OTHER)
 
 MOST_TEXT = 300  # characters of an attribute or an error
 MOST_SPANS = 64  # of one trace in one process
@@ -87,5 +92,7 @@ class Span(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def shown(text: str) -> str:
-    """A text that fits into a span."""
+    """A text that fits into a span. Half a surrogate pair, which UTF-8 lacks, becomes an escape."""
+    if not text.isascii():
+        text = text.encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= MOST_TEXT else f"{text[: MOST_TEXT - 3]}..."

@@ -19,6 +19,7 @@ def new_grant(
     checkpoint_tokens: Sequence[int] = (),
     transfer_id: TransferId | None = None,
     form: Form | None = None,
+    traceparent: str | None = None,
 ) -> Grant:
     """Makes a grant with a new secret token, and with a new id unless the caller has one."""
     return Grant(
@@ -30,6 +31,7 @@ def new_grant(
         deadline_s=deadline_s,
         checkpoint_tokens=tuple(checkpoint_tokens),
         form=form,
+        traceparent=traceparent,
     )
 
 

@@ -7,7 +7,7 @@ import asyncio
 import io
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,8 +28,9 @@ from prfaas.gateway.api.credentials import GatewayCredentials, TenantKey
 from prfaas.gateway.client.request_body import encode_body
 from prfaas.gateway.console.scenes import SceneSource
 from prfaas.gateway.process import GatewayOptions, serving
-from prfaas.gateway.request import GatewayRequest, RequestTrace, Upstream
+from prfaas.gateway.request import CollectedSpans, GatewayRequest, RequestTrace, Upstream
 from prfaas.http_client.paced_writer import RequestBody
+from prfaas.scheduler.explain import Explanation
 from prfaas.security.shared_key import SharedKey
 from prfaas.text import ModelTokenizer
 from tests.engine.emulated.builders import emulated
@@ -142,6 +143,12 @@ class OneNode:
 
     def gateway_report(self, after: int) -> GatewayReport | None:
         return self.report(after)
+
+    async def collect_spans(self, trace_id: str, nodes: Collection[str]) -> CollectedSpans:
+        return CollectedSpans([], [f"{node} was not asked" for node in nodes])
+
+    def describe(self, explanation: Explanation) -> dict[str, Any]:
+        return {"threshold_tokens": explanation.threshold_tokens}
 
     def drain(self, cluster: str, drained: bool) -> dict[str, Any]:
         if cluster != "pd":

@@ -14,6 +14,7 @@ from prfaas.gateway.console import feed as feed_module
 from prfaas.gateway.console.deltas import Delta, apply
 from prfaas.gateway.console.feed import MOST_QUEUED, MOST_WATCHERS, Feed, Opening, Watcher
 from prfaas.gateway.console.recent import RecentRequests
+from prfaas.gateway.following.kept_requests import RequestHistory
 from prfaas.testing.clock import FakeClock
 from tests.gateway.backends import until
 from tests.gateway.console.made_scenes import HOSTILE, MadeScenes, node, scene
@@ -33,7 +34,7 @@ class Made:
     def __init__(self) -> None:
         self.clock = FakeClock()
         self.source = MadeScenes()
-        self.recent = RecentRequests(self.clock)
+        self.recent = RecentRequests(self.clock, RequestHistory(self.clock))
         self.feed = Feed(
             self.source,
             self.recent,

@@ -8,13 +8,9 @@ import pytest
 
 from prfaas.console.scene import TtftParts
 from prfaas.gateway.api.metrics import PromptRecord, RequestRecord
-from prfaas.gateway.console.recent import (
-    EXPLAINED_PER_S,
-    IN_PROGRESS,
-    KEPT,
-    HomeCounts,
-    RecentRequests,
-)
+from prfaas.gateway.console.recent import EXPLAINED_PER_S, KEPT, HomeCounts, RecentRequests
+from prfaas.gateway.following.export import Observers
+from prfaas.gateway.following.kept_requests import IN_PROGRESS, RequestHistory
 from prfaas.gateway.request import RequestTrace
 from prfaas.scheduler.explain import Explanation
 from prfaas.scheduler.waiting import Hold
@@ -28,12 +24,14 @@ class Made:
 
     def __init__(self) -> None:
         self.clock = FakeClock(50.0)
-        self.recent = RecentRequests(self.clock, lambda: EPOCH_S + self.clock.now())
+        self.history = RequestHistory(self.clock)
+        self.recent = RecentRequests(self.clock, self.history, lambda: EPOCH_S + self.clock.now())
+        self.observer = Observers([self.history, self.recent])
 
     def begin(self, name: str = "r", *, stream: bool = True, **fields: Any) -> RequestRecord:
         trace = RequestTrace(self.clock.now(), home="pd", reason="long", attempts=1, **fields)
         record = RequestRecord(name, "/v1/completions", "", trace, 100, stream=stream)
-        self.recent.begin(record)
+        self.observer.begin(record)
         return record
 
     def first_token(self, record: RequestRecord, after_s: float = 2.0) -> None:
@@ -42,7 +40,7 @@ class Made:
         record.trace.first_token_s = self.clock.now()
 
     def end(self, record: RequestRecord, outcome: str = "completed", error: str = "") -> None:
-        self.recent.end(record, outcome, error, self.clock.now())
+        self.observer.end(record, outcome, error, self.clock.now())
 
 
 @pytest.fixture
@@ -114,10 +112,9 @@ def test_a_list_of_prompts_counts_each_of_them(made: Made) -> None:
 def test_what_is_kept_is_bounded(made: Made) -> None:
     for number in range(KEPT + 50):
         record = made.begin(f"r{number}")
-        record.trace.failures = ["x" * 10_000] * 20
-        made.end(record, "failed", "y" * 10_000)
+        record.trace.failures = ["x" * 400] * 10
+        made.end(record, "failed", "y" * 500)
     assert len(made.recent.kept()) == len(made.recent.take_new()) == KEPT
-    assert made.recent.find("r0") is None
     found = made.recent.find(f"r{KEPT}")
     assert found is not None and len(found.failures) == 9
     assert all(len(failure) < 400 for failure in found.failures)

@@ -12,6 +12,7 @@ from prfaas.gateway.dispatch.handoff import AttemptFailed, DecodeNodeFull, recor
 from prfaas.gateway.request import RequestTrace
 from prfaas.gateway.router import Router
 from prfaas.testing.clock import FakeClock
+from prfaas.tracing.spans import SILENT
 from prfaas.types import NotNow
 from tests.gateway.fleets import LONG, PD, A, B, C, F, fleet_and_router, member_of, placement
 
@@ -127,7 +128,7 @@ async def test_retries_after_a_silence_take_nothing_from_the_budget() -> None:
     for _ in range(30):
         subject = Attempts(fleet, budget, clock, RequestTrace(clock.now(), attempts=1))
         booking = await router.place(placement(LONG, clock), 1.0)
-        subject.record_failure(AttemptFailed("b has fallen silent", B, silent=True), booking)
+        subject.record_failure(AttemptFailed("b has fallen silent", B, kind=SILENT), booking)
         assert subject.avoid == {B}
         booking.close(clock.now())
     assert (budget.left, budget.spent, budget.denied) == (0.0, 30, 0)

@@ -18,6 +18,7 @@ from prfaas.scheduler.costs import build_costs
 from prfaas.scheduler.plan import first_plan
 from prfaas.scheduler.request import Route
 from prfaas.text import Chat, load_tokenizer
+from prfaas.tracing.spans import LOST
 from prfaas.types import NodeId
 from tests.gateway.backends import (
     THRESHOLD,
@@ -121,6 +122,10 @@ async def test_a_lost_remote_prefill_is_made_at_home(emulated: Hosts) -> None:
             far.node.kill()
             assert await answering == alone(emulated, prompt(LONG, 1))
             assert (trace.attempts, trace.prefill, len(trace.failures)) == (2, near, 1)
+            first, second = trace.courses
+            assert (first.failure, first.failure_kind) == (trace.failures[0], LOST)
+            assert first.committed_s is None and first.decode is None
+            assert second.decode is not None and second.decode.answered_s == trace.first_token_s
             await until(lambda: is_clean(backend) and not with_use(backend, "far0"))
             # The far node does not answer: the next request is prefilled at home at once.
             found = await answered(backend, gateway_request(prompt(LONG, 2)))

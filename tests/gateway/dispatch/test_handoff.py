@@ -25,6 +25,8 @@ from prfaas.gateway.request import GatewayRequest, RequestTrace
 from prfaas.http_client.client import open_client
 from prfaas.scheduler.request import CacheCopy
 from prfaas.testing.clock import FakeClock
+from prfaas.tracing.context import parse_traceparent
+from prfaas.tracing.spans import CUT
 from prfaas.types import Grant, LinkStats, NodeId, NotNow, TransferId
 from tests.gateway.backends import gateway_request, prompt, until
 from tests.gateway.fleets import (
@@ -103,6 +105,7 @@ async def case(limits: GatewaySection = DEFAULTS) -> AsyncIterator[Case]:
         copies = PrefixCopies(fleet, http, background_calls, clock)
         hand_offs = HandOffs(fleet, http, background_calls, copies, clock)
         request, trace = gateway_request(prompt(LONG)), RequestTrace(clock.now())
+        trace.begin_attempt(booking.route, clock.now())
         await kvd.script(OPEN, GRANT)
         await kvd.script(ABORT, status("failed"))
         yield Case(clock, fleet, kvd, node, hand_offs, booking, request, trace)
@@ -132,6 +135,44 @@ async def test_grant_then_prefill_then_commit() -> None:
         assert sent["do_remote_decode"] and sent["grant"]["transfer_id"] == ID
         assert len(body["prompt"]) == sent["handoff_tokens"] and body["max_tokens"] == 1
         assert ABORT not in one.kvd.bodies
+
+
+async def test_calls_carry_the_context_of_their_spans() -> None:
+    async with case() as one, peer() as target:
+        member_of(one.fleet, F).kvd_url = target.url
+        await target.script(PULL, NotNow("busy", 1.0))
+        await one.node.script(PREFILL, PREFILLED)
+        await one.kvd.script(COMMIT, status("committed"))
+        await one.kvd.script(OPEN, msgspec.structs.replace(GRANT, traceparent="00-as-it-came"))
+        copy = CacheCopy(A, F, 640, 1000, 0.1)
+        one.booking.route = one.booking.route._replace(copies=(copy,))
+        await one.carry_out()
+        (body,) = await one.node.requested(PREFILL)
+        await until(lambda: one.trace.prefilled_s is not None)
+        course = one.trace.course
+        sent = [
+            *(one.kvd.traceparents[OPEN], target.traceparents[PULL]),
+            one.node.traceparents[PREFILL],
+        ]
+        calls = [course.grant, course.copies, course.prefill]
+        for (header,), call in zip(sent, calls, strict=True):
+            assert call is not None and call.answered_s is not None
+            assert header == call.traceparent
+            context = parse_traceparent(header)
+            assert context == (one.trace.context.trace_id, call.span_id, False)
+        assert body["kv_transfer_params"]["grant"]["traceparent"] == "00-as-it-came"
+
+
+async def test_a_late_answer_of_an_earlier_attempt_changes_nothing_of_the_next_one() -> None:
+    """The state was committed, and then the decode node was lost."""
+    async with case() as one:
+        await one.kvd.script(COMMIT, status("committed"))
+        await one.carry_out()
+        first = one.trace.course
+        one.trace.begin_attempt(one.booking.route, one.clock.now())
+        await one.node.script(PREFILL, PREFILLED)
+        await until(lambda: first.prefill is not None and first.prefill.answered_s is not None)
+        assert one.trace.cached_tokens == 0 and one.trace.prefilled_s is None
 
 
 async def test_the_decode_engine_attaches_a_transfer_once_for_each_choice() -> None:
@@ -369,6 +410,7 @@ async def test_a_link_that_is_cut_for_long_fails_the_attempt() -> None:
         with pytest.raises(AttemptFailed, match="the link from far is cut") as failed:
             await carrying
         assert failed.value.avoid == (F,) and failed.value.prefill
+        assert failed.value.kind == CUT
 
 
 async def test_a_prefix_copy_that_fails_only_costs_time() -> None:

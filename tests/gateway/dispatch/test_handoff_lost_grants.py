@@ -137,7 +137,9 @@ async def case(folder: Path, fault: Fault, *, call_s: float = PATIENCE_S) -> Asy
                     booking, member_of(fleet, F), member_of(fleet, B)
                 ) as hand_off:
                     hashes = PromptHashes(request.token_ids.array)
-                    await hand_off.carry_out(request, hashes, RequestTrace(clock.now()))
+                    trace = RequestTrace(clock.now())
+                    trace.begin_attempt(booking.route, clock.now())
+                    await hand_off.carry_out(request, hashes, trace)
 
             task = asyncio.create_task(carry_out())
             try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from itertools import count
 from typing import Any
@@ -21,9 +21,10 @@ from prfaas.gateway.peers.drains import Drains
 from prfaas.gateway.peers.peers import PeerGateways, PeerRules
 from prfaas.gateway.peers.traffic_rows import TrafficRows
 from prfaas.gateway.process import GatewayOptions, serving
-from prfaas.gateway.request import GatewayRequest, RequestTrace, Upstream
+from prfaas.gateway.request import CollectedSpans, GatewayRequest, RequestTrace, Upstream
 from prfaas.http_client.client import open_client
 from prfaas.lateness import never_late
+from prfaas.scheduler.explain import Explanation
 from prfaas.security.shared_key import SharedKey
 from prfaas.supervision import Failures
 from prfaas.types import ClusterId
@@ -78,6 +79,12 @@ class ReportingBackend:
         self, request: GatewayRequest, trace: RequestTrace
     ) -> AbstractAsyncContextManager[Upstream]:
         raise RequestError(503, "no_node", "this gateway has no nodes")
+
+    async def collect_spans(self, trace_id: str, nodes: Collection[str]) -> CollectedSpans:
+        return CollectedSpans([], [])
+
+    def describe(self, explanation: Explanation) -> dict[str, Any]:
+        return {}
 
     def explain(self, request: GatewayRequest) -> dict[str, Any]:
         return {}

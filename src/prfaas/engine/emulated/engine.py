@@ -200,6 +200,8 @@ class EmulatedEngine:
     def _admit(self) -> None:
         """Starts jobs in order of arrival: the head of the queue starts when it has room."""
         while (sequence := self._take_head()) is not None:
+            if sequence.job.on_begin is not None:
+                sequence.job.on_begin()
             try:
                 sequence.read_state()
             except Exception as error:  # state of another prompt fails this job only

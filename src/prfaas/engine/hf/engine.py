@@ -192,6 +192,8 @@ class HFEngine:
         job = sequence.job
         cache = sequence.cache
         if cache is None:
+            if job.on_begin is not None:
+                job.on_begin()
             chunk_tokens = min(self._chunk_tokens, job.chunk_tokens or self._chunk_tokens)
             cache = sequence.start(self._loaded, self._ring, chunk_tokens)
         start, stop = sequence.tokens, next(sequence.ends)

@@ -26,6 +26,7 @@ from prfaas.gateway.api.openapi import openapi
 from prfaas.gateway.api.prompts import Prompts
 from prfaas.gateway.api.request_log import RequestLog
 from prfaas.gateway.api.request_schema import Kind, no_such_model
+from prfaas.gateway.following.paths import FollowingPaths
 from prfaas.gateway.generation import GenerationApi, Limits, Sender
 from prfaas.gateway.peers.paths import DeploymentPaths
 from prfaas.gateway.request import Backend
@@ -83,7 +84,9 @@ class GatewayApi:
         self._tokenization = TokenizationApi(prompts, body_reader, limits.tenants)
         self._started_s = int(time.time())
 
-    def application(self, console: OtherPaths | None = None) -> web.Application:
+    def application(
+        self, console: OtherPaths | None = None, following: FollowingPaths | None = None
+    ) -> web.Application:
         app = web.Application(middlewares=[self._handle_errors])
         app.on_response_prepare.append(_add_request_id)
         app.router.add_post("/v1/completions", partial(self._generate, "completion"))
@@ -100,6 +103,8 @@ class GatewayApi:
         app.router.add_post("/prfaas/v1/explain", self._explain)
         app.router.add_post(REGISTER, self._register)
         DeploymentPaths(self._backend, self._body_reader).add_to(app)
+        if following is not None:
+            following.add_to(app)
         self._console = console
         if console is not None:
             console.add_to(app)

@@ -15,6 +15,7 @@ from prfaas.contracts.gateway_api import (
 )
 from prfaas.contracts.kvd_api import Heartbeat
 from prfaas.contracts.openai import MAX_PROMPTS, ErrorBody, Usage
+from prfaas.contracts.trace_api import REQUESTS_PATH, FollowedRequest, KeptRequests
 from prfaas.gateway.api.credentials import OPEN_PATHS
 from prfaas.gateway.api.request_schema import ChatOptions, CompletionOptions, Ids, Prompt, Text
 from prfaas.service.openapi import (
@@ -40,7 +41,7 @@ _REASONS = {
     400: "The request is invalid; the message names the field.",
     401: "The key is missing or not valid.",
     403: "The path is closed, or the kvd is not a member.",
-    404: "The model or path does not exist, or the deployment has no other gateways.",
+    404: "The model, request or path does not exist, or the deployment has no other gateways.",
     408: "The request body did not arrive in time.",
     413: "The body is too large.",
     429: "Too many requests in flight; retry after Retry-After.",
@@ -61,7 +62,17 @@ def openapi(*, with_keys: bool) -> bytes:
     """`with_keys`: requests of tenants and operators need a key."""
     texts = (TokenizeOptions, TokenizePrompt, TokenizeAnswer, Detokenize, DetokenizeAnswer)
     members = (Heartbeat, GatewayReport, SetDrain)
-    kinds = (CompletionOptions, Prompt, _ListedPrompt, ChatOptions, Chat, Usage, *members, *texts)
+    answers = (Usage, KeptRequests, FollowedRequest)
+    kinds = (
+        CompletionOptions,
+        Prompt,
+        _ListedPrompt,
+        ChatOptions,
+        Chat,
+        *answers,
+        *members,
+        *texts,
+    )
     document = ApiDocument("prfaas gateway", kinds, ErrorBody, _REASONS)
     ref, add = document.ref, document.add
     prompt = {"anyOf": [ref(Prompt), ref(_ListedPrompt)]}
@@ -133,6 +144,22 @@ def openapi(*, with_keys: bool) -> bytes:
         ("/prfaas/v1/plan", "The current plan.", {JSON: OBJECT}),
     ):
         add("get", path, f"{summary} Needs the operator key.", content, errors=operators)
+    add(
+        "get",
+        REQUESTS_PATH,
+        "The latest, the slowest and the failed requests. Needs the operator key.",
+        {JSON: ref(KeptRequests)},
+        errors=operators,
+    )
+    add(
+        "get",
+        f"{REQUESTS_PATH}/{{id}}",
+        "One request, by its id or its trace id: its spans in every process that has served it, "
+        "and the causes of its time to first token. Needs the operator key.",
+        {JSON: ref(FollowedRequest)},
+        errors=(*operators, 404, 429),
+        parameters=[parameter("id", {"type": "string", "minLength": 1}, where="path")],
+    )
     add(
         "post",
         "/prfaas/v1/explain",

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-import msgspec
-
 from prfaas.clock import Clock
 from prfaas.errors import InputError, RequestError, StreamBroken
 from prfaas.gateway.api.metrics import ApiMetrics, PromptRecord, RequestRecord, route_of
+from prfaas.gateway.api.request_line import fitting
 from prfaas.gateway.request import RequestTrace
+from prfaas.service.logging import with_fields
 
 _LOG = logging.getLogger("prfaas.gateway.requests")
 _ERROR_CHARS = 500  # of an error: it may quote the request
@@ -31,21 +31,27 @@ class RequestObserver(Protocol):
 
 class RequestLog:
     def __init__(
-        self, metrics: ApiMetrics, clock: Clock, observer: RequestObserver | None = None
+        self,
+        metrics: ApiMetrics,
+        clock: Clock,
+        observer: RequestObserver | None = None,
+        *,
+        samples: bool = False,
     ) -> None:
+        """`samples`: the spans of every request are exported."""
         self.metrics = metrics
-        self._clock = clock
+        self._samples = samples
+        self.now = clock.now
         self._observer = observer
 
-    def new_trace(self) -> RequestTrace:
-        """Of one prompt of a list, which is about to be routed."""
-        return RequestTrace(self._clock.now())
-
     @contextmanager
-    def record(self, request_id: str, path: str, tenant: str) -> Iterator[RequestRecord]:
+    def record(
+        self, request_id: str, path: str, tenant: str, traceparent: str | None = None
+    ) -> Iterator[RequestRecord]:
         """The record of a request that has arrived. Leaving the block logs and counts the request;
-        the exception that leaves it determines the outcome."""
-        record = RequestRecord(request_id, path, tenant, RequestTrace(self._clock.now()))
+        the exception that leaves it determines the outcome. `traceparent`: the client's header."""
+        trace = RequestTrace.begin(self.now(), traceparent, samples=self._samples)
+        record = RequestRecord(request_id, path, tenant, trace)
         self.metrics.in_flight.inc()
         if self._observer is not None:
             self._observer.begin(record)
@@ -67,13 +73,15 @@ class RequestLog:
             outcome = "completed" if record.delivered else "cancelled"
             raise
         finally:
-            now_s = self._clock.now()
+            now_s = self.now()
             self.metrics.in_flight.dec()
             self.metrics.count(record, outcome, now_s)
             if self._observer is not None:
                 self._observer.end(record, outcome, _shown(error_text), now_s)
             if _LOG.isEnabledFor(logging.INFO):
-                _LOG.info("%s", _line(record, outcome, error_text, now_s))
+                fields, line = fitting(_fields(record, outcome, error_text, now_s))
+                message = f"request {outcome}"
+                _LOG.info("%s", line, extra=with_fields(message, event="request", **fields))
 
 
 def _outcome(status: int) -> str:
@@ -82,12 +90,13 @@ def _outcome(status: int) -> str:
     return "rejected" if status < 500 else "failed"
 
 
-def _line(record: RequestRecord, outcome: str, error_text: str, now_s: float) -> str:
+def _fields(record: RequestRecord, outcome: str, error_text: str, now_s: float) -> dict[str, Any]:
     trace, usage = record.trace, record.usage
     # An answer that does not stream has no first token.
     first_s = trace.first_token_s if record.stream else None
     fields: dict[str, Any] = {
         "id": record.id,
+        "trace_id": trace.context.trace_id,
         "path": record.path,
         "outcome": outcome,
         "route": record.route,
@@ -113,7 +122,7 @@ def _line(record: RequestRecord, outcome: str, error_text: str, now_s: float) ->
         fields["error"] = _shown(error_text)
     if trace.failures:
         fields["failures"] = [_shown(failure) for failure in trace.failures[:_MOST_FAILURES]]
-    return msgspec.json.encode(fields).decode()
+    return fields
 
 
 def _prompt_fields(prompt: PromptRecord) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from prfaas.errors import PeerHttpError, TransferFailed
 from prfaas.gateway.client.report_checks import check_page, check_report, count
 from prfaas.http_client.client import HttpClient
 from prfaas.supervision import one_line
+from prfaas.tracing.context import TRACEPARENT
 from prfaas.types import Grant, NodeId, NotNow, TransferId
 
 REPORT_BYTES = 2 << 20
@@ -50,7 +51,7 @@ class KvdClient:
         self.url = url.rstrip("/")
         self._http = http
 
-    async def open(self, request: OpenTransfer) -> Grant | NotNow:
+    async def open(self, request: OpenTransfer, traceparent: str) -> Grant | NotNow:
         body = msgspec.json.encode(request)
         return await self._http.request_json(
             "POST",
@@ -58,6 +59,7 @@ class KvdClient:
             _Opened,  # type: ignore[arg-type]  # a union is not a `type`
             timeout_s=self._timeouts.kvd_call_s,
             body=body,
+            headers={TRACEPARENT: traceparent},
         )
 
     async def wait_committed(self, transfer_id: TransferId) -> TransferStatus:
@@ -95,8 +97,10 @@ class KvdClient:
             "POST", url, TransferStatus, timeout_s=self._timeouts.kvd_call_s, body=body
         )
 
-    async def pull(self, request: PullPrefix) -> PrefixPulled | NotNow:
-        """Returns when the kvd holds the prefix."""
+    async def pull(
+        self, request: PullPrefix, traceparent: str | None = None
+    ) -> PrefixPulled | NotNow:
+        """Returns when the kvd holds the prefix. `traceparent`: of the request that needs it."""
         body = msgspec.json.encode(request)
         answer: PrefixPulled | NotNow = await self._http.request_json(
             "POST",
@@ -104,6 +108,7 @@ class KvdClient:
             _Pulling,  # type: ignore[arg-type]
             timeout_s=request.within_s + _SLACK_S,
             body=body,
+            headers={} if traceparent is None else {TRACEPARENT: traceparent},
             max_bytes=SMALL_BYTES,
         )
         if isinstance(answer, PrefixPulled):

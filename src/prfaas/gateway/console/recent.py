@@ -1,8 +1,9 @@
-"""The latest requests of a gateway, and what they add up to. Fed by the request log.
+"""The latest requests of a gateway as the console shows them, and what all of them add up to. Fed
+by the request log.
 
-Everything here is bounded: the latest `KEPT` requests that have ended, and those in flight, which
-the gateway's limits bound. Explanations of routes cost a little time for each request, so they are
-recorded only while a console is open, and for some requests per second.
+The requests themselves are in `RequestHistory`, which is bounded. Explanations of routes cost a
+little time for each request, so they are recorded only while a console is open, and for some
+requests per second.
 """
 
 from __future__ import annotations
@@ -17,11 +18,16 @@ from prfaas.clock import Clock
 from prfaas.console.scene import RequestScene, TtftParts
 from prfaas.gateway.api.metrics import PromptRecord, RequestRecord, route_of
 from prfaas.gateway.console.ttft import TtftSplit, split_ttft
+from prfaas.gateway.following.kept_requests import (
+    IN_PROGRESS,
+    LATEST,
+    KeptRequest,
+    RequestHistory,
+)
 from prfaas.scheduler.explain import Explanation
 
-KEPT = 200
+KEPT = LATEST
 EXPLAINED_PER_S = 10
-IN_PROGRESS = "in progress"  # the outcome of a request that has its first token and has not ended
 _MOST_FAILURES = 8
 _SHOWN_CHARS = 300  # of a reason or a failure
 _NO_SPLIT = TtftSplit(0.0, 0.0, 0.0, 0.0)
@@ -55,22 +61,20 @@ class Counts(NamedTuple):
     ttft: TtftParts
 
 
-@dataclass(slots=True)
-class _InFlight:
-    record: RequestRecord
-    shown: bool = False  # as a request in progress; its time to first token is counted
-
-
 class RecentRequests:
-    """A `RequestObserver`."""
+    """A `RequestObserver`, which sees requests after their `history` does."""
 
-    def __init__(self, clock: Clock, epoch: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, clock: Clock, history: RequestHistory, epoch: Callable[[], float] = time.time
+    ) -> None:
         self.watched = False  # a console is open
         self._clock = clock
+        self._history = history
         self._epoch = epoch
-        self._in_flight: dict[int, _InFlight] = {}  # by the record's identity: ids may repeat
-        self._kept: deque[FoundRequest] = deque(maxlen=KEPT)
-        self._new: deque[RequestScene] = deque(maxlen=KEPT)
+        # Requests in progress, by the record's identity, that were shown and whose time to first
+        # token is counted.
+        self._shown: set[int] = set()
+        self._new: deque[KeptRequest] = deque(maxlen=KEPT)  # that have ended
         self._homes: dict[str, HomeCounts] = {}
         self._first_tokens = 0
         self._ttft = _NO_SPLIT
@@ -80,16 +84,15 @@ class RecentRequests:
     # Fed by the request log and the router --------------------------------------------------------
 
     def begin(self, record: RequestRecord) -> None:
-        self._in_flight[id(record)] = _InFlight(record)
+        pass
 
     def end(self, record: RequestRecord, outcome: str, error_text: str, now_s: float) -> None:
-        under_way = self._in_flight.pop(id(record))
-        if not under_way.shown:
+        if id(record) in self._shown:
+            self._shown.remove(id(record))
+        else:
             self._count_first_tokens(record)
         self._count(record, outcome)
-        found = self._found(record, outcome, error_text, now_s)
-        self._kept.append(found)
-        self._new.append(found.scene)
+        self._new.append(KeptRequest(record, outcome, error_text, now_s))
 
     def wants_explanation(self) -> bool:
         """Whether the route of the next request is to be explained. A true answer counts."""
@@ -111,44 +114,39 @@ class RecentRequests:
     def take_new(self) -> list[RequestScene]:
         """The requests that have ended since the last call, and those that have their first token
         since then. A request may be there twice: in progress, and later when it has ended."""
-        now_s = self._clock.now()
         found = list(self._new)
         self._new.clear()
-        for under_way in self._in_flight.values():
-            record = under_way.record
-            if not under_way.shown and record.trace.first_token_s is not None:
-                under_way.shown = True
+        for kept in self._history.in_progress():
+            record = kept.record
+            if id(record) not in self._shown and record.trace.first_token_s is not None:
+                self._shown.add(id(record))
                 self._count_first_tokens(record)
-                found.append(self._found(record, IN_PROGRESS, "", now_s).scene)
-        return found[-KEPT:]
+                found.append(kept)
+        return self._scenes(found[-KEPT:])
 
     def kept(self) -> list[RequestScene]:
         """The latest requests, the oldest first; those in progress last."""
-        now_s = self._clock.now()
-        shown = [u.record for u in self._in_flight.values() if u.shown][-KEPT:]
-        ended = [found.scene for found in self._kept]
-        return [*ended, *(self._found(record, IN_PROGRESS, "", now_s).scene for record in shown)]
+        found = reversed(self._history.latest())
+        return self._scenes(
+            [k for k in found if k.outcome != IN_PROGRESS or id(k.record) in self._shown]
+        )
 
     def find(self, request_id: str) -> FoundRequest | None:
         """The latest request with this id."""
-        for under_way in reversed(self._in_flight.values()):
-            if under_way.record.id == request_id:
-                return self._found(under_way.record, IN_PROGRESS, "", self._clock.now())
-        return next((f for f in reversed(self._kept) if f.scene.id == request_id), None)
+        kept = self._history.find(request_id)
+        if kept is None:
+            return None
+        (scene,) = self._scenes([kept])
+        failures = [_shown(failure) for failure in kept.record.trace.failures[:_MOST_FAILURES]]
+        if kept.error_text:
+            failures.append(_shown(kept.error_text))
+        return FoundRequest(scene, kept.explanation, failures)
 
     # ----------------------------------------------------------------------------------------------
 
-    def _found(
-        self, record: RequestRecord, outcome: str, error_text: str, now_s: float
-    ) -> FoundRequest:
+    def _scenes(self, kept: Sequence[KeptRequest]) -> list[RequestScene]:
         epoch_s = self._epoch() - self._clock.now()
-        scene = request_scene(record, outcome, error_text, now_s, epoch_s)
-        explained = (prompt.trace.explanation for prompt in record.each_prompt)
-        explanation = next((found for found in explained if found is not None), None)
-        failures = [_shown(failure) for failure in record.trace.failures[:_MOST_FAILURES]]
-        if error_text:
-            failures.append(_shown(error_text))
-        return FoundRequest(scene, explanation, failures)
+        return [request_scene(each, epoch_s) for each in kept]
 
     def _count_first_tokens(self, record: RequestRecord) -> None:
         if not record.stream:
@@ -179,11 +177,10 @@ class RecentRequests:
                 counts.stateless_tokens += trace.stateless_tokens
 
 
-def request_scene(
-    record: RequestRecord, outcome: str, error_text: str, now_s: float, epoch_s: float
-) -> RequestScene:
+def request_scene(kept: KeptRequest, epoch_s: float) -> RequestScene:
     """`epoch_s`: the time since the epoch at 0 of the gateway's clock. Of a list of prompts, the
     split is that of the prompt with the earliest first token."""
+    record = kept.record
     trace, usage = record.trace, record.usage
     first = _first_prompt(record)
     split = split_ttft(first.trace) if record.stream else None
@@ -194,8 +191,8 @@ def request_scene(
         at_s=round(trace.arrived_s + epoch_s, 3),
         home=trace.home,
         route=record.route,
-        outcome=outcome,
-        reason=_shown(trace.reason or error_text),
+        outcome=kept.outcome,
+        reason=_shown(trace.reason or kept.error_text),
         prefill=trace.prefill,
         decode=trace.decode,
         prompt_tokens=record.prompt_tokens,
@@ -210,7 +207,7 @@ def request_scene(
         prefill_s=round(prefill, 4),
         transfer_s=round(transfer, 4),
         decode_s=round(decode, 4),
-        total_s=round(now_s - trace.arrived_s, 4),
+        total_s=round(kept.ended_s - trace.arrived_s, 4),
     )
 
 

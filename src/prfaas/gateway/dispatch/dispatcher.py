@@ -21,6 +21,7 @@ from prfaas.clock import Clock
 from prfaas.contracts.kv_transfer_params import Remainder, encode
 from prfaas.contracts.kvd_api import OTHER_PROMPT
 from prfaas.errors import PeerError, PeerHttpError, RequestError
+from prfaas.gateway.attempt_trace import begin_call
 from prfaas.gateway.client.kvd_client import KvdClient
 from prfaas.gateway.client.node_client import NodeClient, NodeResponse
 from prfaas.gateway.client.request_body import encode_body
@@ -44,6 +45,8 @@ from prfaas.gateway.placement import PlacementRequest
 from prfaas.gateway.request import GatewayRequest, RequestTrace
 from prfaas.gateway.router import Router
 from prfaas.scheduler.request import Request
+from prfaas.tracing.context import TRACEPARENT
+from prfaas.tracing.spans import LOST, NO_MEMORY, NO_STATE, SILENT
 from prfaas.types import ClusterId, NodeId
 
 _LOG = logging.getLogger(__name__)
@@ -107,14 +110,19 @@ class Dispatcher:
                     home=home,
                     explains=trace.explains,
                 )
+                trace.asked_s = self._clock.now()
                 booking = await self._router.place(placement, attempts.time_left_s())
                 trace.explanation = placement.explanation
                 trace.stateless_tokens = placement.stateless_tokens
+                course = trace.begin_attempt(
+                    booking.route, self._clock.now(), placement.waited_for, placement.transfer_s
+                )
                 async with AsyncExitStack() as stack:
                     stack.callback(self._router.close, booking)
                     try:
                         answer = await self._attempt(stack, request, prompt, booking, trace)
                     except AttemptFailed as failure:
+                        course.fail(str(failure), failure.kind, self._clock.now())
                         attempts.record_failure(failure, booking)
                         # Also for every later attempt.
                         if failure.decode_only:
@@ -122,9 +130,12 @@ class Dispatcher:
                         if failure.no_remainder:
                             routed = routed._replace(no_remainder=True)
                     except DecodeNodeFull as full:
+                        course.fail(str(full), NO_MEMORY, self._clock.now())
                         attempts.record_full(full)
                     else:
                         trace.first_token_s = self._clock.now()
+                        if course.decode is not None:
+                            course.decode.answered_s = trace.first_token_s
                         yield answer
                         self._observe(answer, trace, prompt, home)
                         return
@@ -172,17 +183,12 @@ class Dispatcher:
     ) -> NodeResponse:
         """Hands the request's state off, if another node prefills it, and starts decoding."""
         route = booking.route
-        trace.attempts += 1
-        trace.routed_s = self._clock.now()
-        trace.granted_s, trace.prefilled_s, trace.committed_s, trace.form = None, None, None, ""
-        trace.cluster, trace.prefill, trace.decode = route.cluster, route.prefill, route.decode
-        trace.offloaded, trace.reason = route.offloaded, route.reason
-        trace.remainder = route.is_remainder
-        trace.cached_tokens, trace.nbytes = route.cached_tokens, route.nbytes
         prefill = self._fleet.members.named(route.prefill)
         decode = self._fleet.members.named(route.decode)
         if prefill is None or decode is None or decode.card is None or prefill.card is None:
-            raise AttemptFailed("a node has just left", route.prefill, route.decode, unsent=True)
+            raise AttemptFailed(
+                "a node has just left", route.prefill, route.decode, unsent=True, kind=LOST
+            )
         # The card is removed while the node does not answer, at any time from here on.
         model = decode.card.model
         check_names(decode.card, request)
@@ -211,20 +217,22 @@ class Dispatcher:
         }
         url = decode.engine_url
         if url is None:
-            raise AttemptFailed("its engine has just left", route.decode)
+            raise AttemptFailed("its engine has just left", route.decode, kind=LOST)
+        call = trace.course.decode = begin_call(trace.context, self._clock.now())
+        headers = {"X-Request-Id": request.id, TRACEPARENT: call.traceparent}
         try:
             async with self._fleet.liveness.unless_silent(route.decode):
                 answer = await stack.enter_async_context(
                     NodeClient(self._http, url, self._fleet.timeouts).answer(
                         request.path,
                         encode_body(body),
-                        {"X-Request-Id": request.id},
+                        headers,
                         stream=request.stream,
                         unless=partial(self._fleet.liveness.cancel_when_hung, route.decode),
                     )
                 )
         except FellSilent as error:
-            raise AttemptFailed(str(error), route.decode, silent=True) from None
+            raise AttemptFailed(str(error), route.decode, kind=SILENT) from None
         except PeerError as error:
             if transfer and await self._is_of_another_prompt(request, error, decode, transfer):
                 _LOG.warning(
@@ -240,7 +248,7 @@ class Dispatcher:
             if isinstance(error, PeerHttpError) and error.status == _LOST:
                 # It had less cached than the index claims, if it was to prefill the remainder.
                 raise AttemptFailed(
-                    str(error), prefill=True, no_remainder=route.is_remainder
+                    str(error), prefill=True, no_remainder=route.is_remainder, kind=NO_STATE
                 ) from None
             raise AttemptFailed(
                 str(error), route.decode, unsent=unsent, lost=lost.if_broke
@@ -257,7 +265,7 @@ class Dispatcher:
             async with self._fleet.liveness.unless_silent(node):
                 await self._field_checks.check(decode, request)
         except FellSilent as error:
-            raise AttemptFailed(str(error), node, silent=True) from None
+            raise AttemptFailed(str(error), node, kind=SILENT) from None
 
     async def _is_of_another_prompt(
         self,

@@ -21,6 +21,7 @@ from prfaas.contracts.forms import choose_compat
 from prfaas.contracts.kv_transfer_params import RemoteDecode, RemotePrefill, encode
 from prfaas.contracts.kvd_api import OpenTransfer
 from prfaas.errors import ConnectionLost, PeerError, PeerHttpError, RequestError, Unreachable
+from prfaas.gateway.attempt_trace import AttemptTrace, begin_call
 from prfaas.gateway.client.kvd_client import KvdClient
 from prfaas.gateway.client.node_client import DRAINING, NodeClient
 from prfaas.gateway.client.request_body import encode_body
@@ -35,6 +36,8 @@ from prfaas.gateway.request import GatewayRequest, RequestTrace
 from prfaas.http_client.client import HttpClient
 from prfaas.scheduler.handoff import choose_handoff
 from prfaas.scheduler.request import CacheCopy
+from prfaas.tracing.context import TRACEPARENT
+from prfaas.tracing.spans import CUT, LOST, OTHER, SILENT
 from prfaas.transport.grants import new_transfer_id
 from prfaas.types import BlockHash, ClusterId, Grant, NodeId, NotNow, TransferId
 
@@ -71,13 +74,15 @@ class AttemptFailed(Exception):
         decode_only: bool = False,
         no_remainder: bool = False,
         unsent: bool = False,
-        silent: bool = False,
         lost: NodeLoss | None = None,
+        kind: str | None = None,
     ) -> None:
+        """`kind`: one of `spans.FAILURES`; None: `LOST` or `OTHER`, as `lost` says."""
         super().__init__(reason)
+        self.kind = kind or (OTHER if lost is None else LOST)
         self.avoid = avoid
         self.unsent = unsent  # no node has received the request: nothing was computed
-        self.silent = silent  # a node has fallen silent
+        self.silent = kind == SILENT  # a node has fallen silent
         self.lost = lost  # the connection to a node has broken
         self.prefill = prefill  # the prefill or its hand-off failed
         self.decode_only = decode_only  # the decode engine has to prefill the request as well
@@ -175,7 +180,7 @@ class HandOff:
                 return await self._carry_out(request, prompt, trace)
         except FellSilent as error:
             prefill = error.node == route.prefill
-            raise AttemptFailed(str(error), error.node, prefill=prefill, silent=True) from None
+            raise AttemptFailed(str(error), error.node, prefill=prefill, kind=SILENT) from None
 
     async def _carry_out(
         self, request: GatewayRequest, prompt: PromptHashes, trace: RequestTrace
@@ -183,7 +188,11 @@ class HandOff:
         card = self._prefill.card
         if self._decode.compat is None or card is None:
             raise AttemptFailed(
-                "a node has just left", self._route.prefill, self._route.decode, unsent=True
+                "a node has just left",
+                self._route.prefill,
+                self._route.decode,
+                unsent=True,
+                kind=LOST,
             )
         compat = choose_compat(self._prefill.compats, self._decode.compats)
         if compat is None:
@@ -198,6 +207,8 @@ class HandOff:
         resumable = card.ours and (request.conversation or self._route.cached_tokens > 0)
         length = choose_handoff(prompt.tokens, compat.block_tokens, resumable=resumable)
         hashes = await self._hash(prompt, length.handoff_tokens, compat.block_tokens)
+        course = trace.course
+        course.grant = begin_call(trace.context, self._clock.now())
         grant = await self._obtain_grant(
             OpenTransfer(
                 tuple(hashes),
@@ -205,11 +216,14 @@ class HandOff:
                 compat,
                 length.checkpoint_tokens,
                 new_transfer_id(),
-            )
+            ),
+            course.grant.traceparent,
         )
-        trace.granted_s = self._clock.now()
+        trace.granted_s = course.grant.answered_s = self._clock.now()
+        course.transfer_id = grant.transfer_id
         trace.form = compat.form
-        await self._copy_prefixes(prompt)
+        if self._route.copies:
+            await self._copy_prefixes(prompt, trace)
         # The prefill engine may have two forms, also where the grant of an earlier kvd names none.
         sent = msgspec.structs.replace(grant, form=compat.form)
         body = {
@@ -220,9 +234,10 @@ class HandOff:
             **({"cache_salt": request.salt} if request.salt else {}),
             "kv_transfer_params": encode(RemoteDecode(sent, length.handoff_tokens)),
         }
-        headers = {"X-Request-Id": request.id}
+        course.prefill = begin_call(trace.context, self._clock.now())
+        headers = {"X-Request-Id": request.id, TRACEPARENT: course.prefill.traceparent}
         await self._prefill_and_commit(grant, body, headers, length.handoff_tokens, trace)
-        trace.committed_s = self._clock.now()
+        trace.committed_s = course.committed_s = self._clock.now()
         self._booking.landed(trace.committed_s)
         return encode(RemotePrefill(grant.transfer_id, grant.form, attachments=request.n))
 
@@ -236,14 +251,14 @@ class HandOff:
             return prompt.prefix(tokens).at(block_tokens)
         return await asyncio.to_thread(lambda: prompt.prefix(tokens).at(block_tokens))
 
-    async def _obtain_grant(self, transfer: OpenTransfer) -> Grant:
+    async def _obtain_grant(self, transfer: OpenTransfer, traceparent: str) -> Grant:
         # Leaving the hand-off aborts this id. That releases the memory also when the answer is
         # late, lost or damaged, because the kvd refuses an open that arrives after its abort.
         self._transfer_id = transfer.transfer_id
         try:
             # The client bounds the time. A timer of this process would also expire after a pause of
             # the gateway, although the answer has arrived.
-            answer = await self._kvd.open(transfer)
+            answer = await self._kvd.open(transfer, traceparent)
         except ConnectionLost as error:
             lost = record_lost_kvd(self._fleet, self._route.decode, error)
             raise AttemptFailed(
@@ -285,22 +300,24 @@ class HandOff:
                 if attempt == _ABORT_ATTEMPTS:
                     raise
 
-    async def _copy_prefixes(self, prompt: PromptHashes) -> None:
+    async def _copy_prefixes(self, prompt: PromptHashes, trace: RequestTrace) -> None:
         """Copies the prefixes that the prefill is to resume from. Without them the prefill takes
         longer, and nothing else changes."""
-        if not self._route.copies:
-            return
         bound_s = self._timeouts.prefix_copy_s + _COPY_TIMES * max(
             copy.seconds for copy in self._route.copies
         )
+        call = begin_call(trace.context, self._clock.now())
         under_way = []
         for planned in self._route.copies:
             copy = self._copy_of(planned, prompt)
-            copying = None if copy is None else self._prefix_copies.start(copy, bound_s)
-            if copying is not None:
-                under_way.append(copying)
+            if copy is not None:
+                copying = self._prefix_copies.start(copy, bound_s, call.traceparent)
+                if copying is not None:
+                    under_way.append(copying)
         if under_way:
+            trace.course.copies = call
             await asyncio.wait(under_way, timeout=bound_s)
+            call.answered_s = self._clock.now()
 
     def _copy_of(self, planned: CacheCopy, prompt: PromptHashes) -> PrefixCopy | None:
         """A planned copy, in the format in which the two nodes can copy most of it."""
@@ -327,14 +344,18 @@ class HandOff:
         url = self._prefill.engine_url
         if url is None:
             raise AttemptFailed(
-                "its engine has just left", self._route.prefill, prefill=True, unsent=True
+                "its engine has just left",
+                self._route.prefill,
+                prefill=True,
+                unsent=True,
+                kind=LOST,
             )
         node = NodeClient(self._http, url, self._timeouts)
         prefilling = self._prefilling = self._background_calls.run(
             node.prefill(encode_body(body), headers), self._timeouts.prefill_s
         )
         beside = self._fleet.work.has_other_prefills(self._route.prefill)
-        record = partial(self._record_prefill, trace, handoff_tokens, self._clock.now(), beside)
+        record = partial(self._record_prefill, trace, trace.course, handoff_tokens, beside)
         prefilling.add_done_callback(record)
         committing = self._background_calls.run(
             self._kvd.wait_committed(grant.transfer_id), self._timeouts.prefill_s
@@ -383,14 +404,14 @@ class HandOff:
         link_id = (self._prefill.cluster, self._decode.cluster)
         if self._fleet.links.cut_for_s(link_id) > self._timeouts.link_down_s:
             raise AttemptFailed(
-                f"the link from {link_id[0]} is cut", self._route.prefill, prefill=True
+                f"the link from {link_id[0]} is cut", self._route.prefill, prefill=True, kind=CUT
             )
 
     def _record_prefill(
         self,
         trace: RequestTrace,
+        course: AttemptTrace,
         tokens: int,
-        sent_s: float,
         beside: bool,
         prefilling: asyncio.Future[int | None | PeerError],
     ) -> None:
@@ -398,12 +419,15 @@ class HandOff:
         had more than the route expected. `beside`: other gateways had prefills there."""
         if prefilling.cancelled() or isinstance(found := prefilling.result(), PeerError):
             return
-        if found is not None:
-            trace.cached_tokens = found
-        cached = min(trace.cached_tokens, tokens)
+        cached = self._route.cached_tokens if found is None else found
         beside = beside or self._fleet.work.has_other_prefills(self._route.prefill)
+        call = course.prefill
+        assert call is not None
         began_s = self._fleet.pace.record_prefill(
-            self._route, tokens, cached, sent_s, beside_others=beside
+            self._route, tokens, min(cached, tokens), call.sent_s, beside_others=beside
         )
-        trace.waited_s = began_s - trace.arrived_s
-        trace.prefilled_s = self._clock.now()
+        call.answered_s = self._clock.now()
+        if trace.course is course:  # and not a retry, whose decode node was lost meanwhile
+            trace.cached_tokens = cached
+            trace.waited_s = began_s - trace.arrived_s
+            trace.prefilled_s = call.answered_s

@@ -94,9 +94,12 @@ class PrefixCopies:
         """The copies that no request waits for."""
         return [copy for copy in self.under_way if copy.why != "route"]
 
-    def start(self, copy: PrefixCopy, within_s: float) -> asyncio.Future[Any] | None:
+    def start(
+        self, copy: PrefixCopy, within_s: float, traceparent: str | None = None
+    ) -> asyncio.Future[Any] | None:
         """Returns a future that ends when the copy is made or has failed, or after `within_s`; the
-        future never fails. Returns None when the copy cannot be made now."""
+        future never fails. Returns None when the copy cannot be made now. `traceparent`: of the
+        request that needs the copy first."""
         source = self._fleet.members.named(copy.source)
         target = self._fleet.members.named(copy.target)
         if source is None or target is None or not copy.hashes:
@@ -110,7 +113,7 @@ class PrefixCopies:
         if self._clock.now() < self._rests_until_s.get((copy.source, copy.target), -math.inf):
             return None
         within_s = min(within_s, PULL_S)
-        copying = self._make(copy._replace(compat=compat), source, target, within_s)
+        copying = self._make(copy._replace(compat=compat), source, target, within_s, traceparent)
         timeout_s = within_s + self._fleet.timeouts.kvd_call_s
         task: asyncio.Future[Any] = self._background_calls.run(copying, timeout_s)
         self._under_way[key] = (copy, task)
@@ -118,7 +121,12 @@ class PrefixCopies:
         return task
 
     async def _make(
-        self, copy: PrefixCopy, source: Member, target: Member, within_s: float
+        self,
+        copy: PrefixCopy,
+        source: Member,
+        target: Member,
+        within_s: float,
+        traceparent: str | None,
     ) -> None:
         began_s = self._clock.now()
         relay = self._fleet.links.relay_between(source, target)
@@ -127,7 +135,7 @@ class PrefixCopies:
         try:
             async with asyncio.timeout(within_s):
                 kvd = KvdClient(self._http, target.kvd_url, self._fleet.timeouts)
-                answer = await kvd.pull(pull)
+                answer = await kvd.pull(pull, traceparent)
             if isinstance(answer, NotNow):
                 raise TransferFailed(f"{copy.target} refused: {answer.reason}")
         except (PeerError, TimeoutError) as error:

@@ -25,6 +25,10 @@ from prfaas.kvd.store import Storage, Store
 from prfaas.kvd.transfers.manifest import required_state
 from prfaas.kvd.transfers.page_receiver import PageReceiver
 from prfaas.kvd.transfers.states import IncomingStage, IncomingState
+from prfaas.kvd.transfers.transfer_spans import record_transfer
+from prfaas.tracing.context import TraceContext
+from prfaas.tracing.recorder import SpanRecorder
+from prfaas.tracing.spans import KVD_RECEIVE
 from prfaas.transport.grants import is_transfer_id, new_grant
 from prfaas.transport.listener import Listener
 from prfaas.types import BlockHash, Form, Grant, NotNow, TransferId
@@ -44,6 +48,7 @@ class _IncomingTransfer:
     lease: Lease
     state: IncomingState
     request: OpenTransfer | None  # None after the end: it is as long as the prompt
+    granted_s: float
     receiver: PageReceiver | None = None  # None: the pool already had every byte
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     ended_s: float = math.inf
@@ -58,12 +63,14 @@ class IncomingTransfers:
         data_address: str,
         timeouts: KvdTimeouts,
         clock: Clock,
+        recorder: SpanRecorder | None = None,
     ) -> None:
         self.data_address = data_address  # where senders connect to
         self._store = store
         self._listener = listener
         self._timeouts = timeouts
         self._clock = clock
+        self._recorder = recorder or SpanRecorder("kvd", clock)
         self._loop = asyncio.get_running_loop()
         self._transfers: dict[TransferId, _IncomingTransfer] = {}
         self._attached: dict[int, TransferId] = {}  # by lease
@@ -76,7 +83,9 @@ class IncomingTransfers:
         """From now on nothing is granted. What has been granted goes on."""
         self._refusal = refusal
 
-    async def open_prepared(self, request: OpenTransfer) -> Grant | NotNow:
+    async def open_prepared(
+        self, request: OpenTransfer, trace: TraceContext | None = None
+    ) -> Grant | NotNow:
         """As `open`; with an SSD tier the kvd first waits until a thread has made room and has
         read back what the transfer may skip."""
         if (grant := self._granted_before(request)) is not None:
@@ -86,16 +95,18 @@ class IncomingTransfers:
         wanted = _checkpoints(request)
         storage = self._store.storage_of(request.compat)
         async with self._store.prepared(storage, request.hashes, request.handoff_tokens, wanted):
-            return self.open(request)
+            return self.open(request, trace)
 
-    def open(self, request: OpenTransfer) -> Grant | NotNow:
+    def open(self, request: OpenTransfer, trace: TraceContext | None = None) -> Grant | NotNow:
         """Reserves everything that the hand-off needs, and pins what the sender may skip; or
         reserves nothing. The caller has checked the store's `differences`: here state of another
         engine is only not granted.
 
         An id that has a grant for an equal request gets the same grant: a proxy may repeat a POST.
         InputError when the id is not a UUID or belongs to another request, TransferFailed when the
-        transfer with this id has ended, perhaps before it was opened."""
+        transfer with this id has ended, perhaps before it was opened.
+
+        `trace`: the parent of the transfer's spans, here and at the sender."""
         if (grant := self._granted_before(request)) is not None:
             return grant
         if self._refusal is not None:
@@ -122,9 +133,11 @@ class IncomingTransfers:
             checkpoint_tokens=[n for n in lease.checkpoint_tokens if n != lease.tokens],
             transfer_id=request.transfer_id,
             form=storage.form,
+            traceparent=trace.traceparent if trace is not None else None,
         )
         state = IncomingState(self._timeouts.dispatch_s)
-        transfer = _IncomingTransfer(grant, storage, lease, state, request)
+        granted_s = self._clock.now()
+        transfer = _IncomingTransfer(grant, storage, lease, state, request, granted_s)
         self._transfers[grant.transfer_id] = transfer
         try:
             if lease.new_bytes:
@@ -337,6 +350,7 @@ class IncomingTransfers:
             transfer.storage.pool.commit(transfer.lease.id, now)
             self.committed[transfer.storage.form] += 1
             self._store.publish_changes()
+            _record_receipt(self._recorder, transfer)
             log.info(
                 "transfer %s committed in the %s form: %d tokens, at most %d bytes",
                 transfer_id,
@@ -345,12 +359,16 @@ class IncomingTransfers:
                 transfer.grant.max_bytes,
             )
         else:
+            _record_receipt(self._recorder, transfer)
             self._free(transfer)
         transfer.changed.set()
 
     def _fail(self, transfer: _IncomingTransfer, reason: str) -> None:
+        was_received = transfer.state.stage is IncomingStage.COMMITTED
         transfer.state.fail(reason)
         transfer.changed.set()
+        if not was_received:
+            _record_receipt(self._recorder, transfer)
         log.info("transfer %s failed: %s", transfer.grant.transfer_id, transfer.state.reason)
         self._free(transfer)
 
@@ -361,6 +379,18 @@ class IncomingTransfers:
         transfer.receiver = transfer.request = None
         transfer.storage.pool.release(transfer.lease.id, now)
         self._store.publish_changes()
+
+
+def _record_receipt(recorder: SpanRecorder, transfer: _IncomingTransfer) -> None:
+    record_transfer(
+        recorder,
+        KVD_RECEIVE,
+        transfer.grant,
+        transfer.granted_s,
+        nbytes=transfer.grant.max_bytes,
+        form=transfer.storage.form,
+        error=transfer.state.reason,
+    )
 
 
 def _checkpoints(request: OpenTransfer) -> tuple[int, ...]:

@@ -32,7 +32,10 @@ from prfaas.kvd.transfers.manifest import (
     required_state,
 )
 from prfaas.kvd.transfers.states import OutgoingState
+from prfaas.kvd.transfers.transfer_spans import record_transfer
 from prfaas.kvspec import Segment, SegmentShare, segment_bytes
+from prfaas.tracing.recorder import SpanRecorder
+from prfaas.tracing.spans import KVD_SEND
 from prfaas.transport.buffers import FileSlice
 from prfaas.transport.grants import transfer_key
 from prfaas.transport.link import HANDOFF, PREFIX_COPY, Transfer
@@ -94,6 +97,7 @@ class _OutgoingLease:
     state: OutgoingState
     grant: Grant | None
     notify: Callable[[TransferEnded], None]
+    began_s: float
     pushed: tuple[BlockHash, ...] = ()  # the prefix, when another kvd pulls it
     nbytes: int = 0  # of the transfer
     transfer: Transfer | None = None  # from when the link may read the pages
@@ -102,10 +106,13 @@ class _OutgoingLease:
 
 
 class OutgoingTransfers:
-    def __init__(self, store: Store, links: Links, clock: Clock) -> None:
+    def __init__(
+        self, store: Store, links: Links, clock: Clock, recorder: SpanRecorder | None = None
+    ) -> None:
         self._store = store
         self._links = links
         self._clock = clock
+        self._recorder = recorder or SpanRecorder("kvd", clock)
         self._loop = asyncio.get_running_loop()
         self._leases: dict[int, _OutgoingLease] = {}
         # By the id's bytes: an id may be written in several ways.
@@ -120,6 +127,7 @@ class OutgoingTransfers:
         """Reserves pages for a prefill, and starts the transfer when the request has a grant.
         `notify` is called when that transfer has ended. Whatever is raised, nothing stays
         reserved."""
+        began_s = self._clock.now()
         grant = request.grant
         if grant is not None:
             if request.answer_from is not None:
@@ -133,7 +141,9 @@ class OutgoingTransfers:
             self._store.publish_changes()
             return lease
         state = OutgoingState(sending=grant is not None)
-        outgoing = self._leases[lease.id] = _OutgoingLease(storage, lease, state, grant, notify)
+        outgoing = self._leases[lease.id] = _OutgoingLease(
+            storage, lease, state, grant, notify, began_s
+        )
         try:
             self._store.publish_changes()
             tables = storage.pool.tables(lease.id)
@@ -227,6 +237,7 @@ class OutgoingTransfers:
         """Sends a prefix of the pool to the kvd that made the grant, after all hand-offs. A push
         that comes again while it is being sent pins nothing. Whatever is raised, nothing stays
         pinned."""
+        began_s = self._clock.now()
         tokens = len(hashes) * storage.block_tokens
         running = self._sending.get(transfer_key(grant.transfer_id))
         if running is not None and (running.grant, running.pushed) == (grant, tuple(hashes)):
@@ -240,7 +251,7 @@ class OutgoingTransfers:
         state = OutgoingState(sending=True)
         state.commit_write()
         outgoing = self._leases[lease.id] = _OutgoingLease(
-            storage, lease, state, grant, lambda _: None, tuple(hashes)
+            storage, lease, state, grant, lambda _: None, began_s, tuple(hashes)
         )
         try:
             self._store.publish_changes()
@@ -371,6 +382,15 @@ class OutgoingTransfers:
         self._ended[key] = TransferStatus(transfer_id, state, reason, nbytes)
         if len(self._ended) > REMEMBERED_TRANSFERS:
             del self._ended[next(iter(self._ended))]
+        record_transfer(
+            self._recorder,
+            KVD_SEND,
+            outgoing.grant,
+            outgoing.began_s,
+            nbytes=nbytes,
+            form=outgoing.storage.form,
+            error=reason,
+        )
         log.info("transfer %s %s: %d bytes %s", transfer_id, state, nbytes, reason)
         try:
             outgoing.notify(TransferEnded(outgoing.lease.id, reason))

@@ -26,6 +26,7 @@ from prfaas.http_client.client import HttpClient
 from prfaas.kvd.store import Store
 from prfaas.kvd.transfers.incoming import NO_ENGINE, IncomingTransfers
 from prfaas.supervision import one_line
+from prfaas.tracing.context import TraceContext
 from prfaas.types import BlockHash, NotNow
 
 REQUEST_S = 10.0  # the timeout of a request to the source
@@ -37,21 +38,30 @@ _Pushed: TypeAlias = PushStarted | NotNow
 
 
 async def pull(
-    store: Store, incoming: IncomingTransfers, http: HttpClient, request: PullPrefix
+    store: Store,
+    incoming: IncomingTransfers,
+    http: HttpClient,
+    request: PullPrefix,
+    trace: TraceContext | None = None,
 ) -> PrefixPulled | NotNow:
     """Returns after the commit. PeerError when the source cannot send, or not in time; InputError
-    when the source is not the URL of a kvd. The caller has checked the store's `differences`."""
+    when the source is not the URL of a kvd. The caller has checked the store's `differences`.
+    `trace`: the parent of the transfer's spans."""
     source = parse_peer_url(request.source, "source")
     request = msgspec.structs.replace(request, source=source)
     try:
         async with asyncio.timeout(request.within_s):
-            return await _pull(store, incoming, http, request)
+            return await _pull(store, incoming, http, request, trace)
     except TimeoutError:
         raise TransferFailed(f"the prefix did not arrive within {request.within_s:g} s") from None
 
 
 async def _pull(
-    store: Store, incoming: IncomingTransfers, http: HttpClient, request: PullPrefix
+    store: Store,
+    incoming: IncomingTransfers,
+    http: HttpClient,
+    request: PullPrefix,
+    trace: TraceContext | None,
 ) -> PrefixPulled | NotNow:
     storage = store.storage_of(request.compat)
     if storage is None:
@@ -65,7 +75,8 @@ async def _pull(
     if there.tokens <= here.tokens:
         return PrefixPulled(here.tokens, 0)
     hashes = request.hashes[: there.tokens // storage.block_tokens]
-    grant = await incoming.open_prepared(OpenTransfer(hashes, there.tokens, storage.compat))
+    wanted = OpenTransfer(hashes, there.tokens, storage.compat)
+    grant = await incoming.open_prepared(wanted, trace)
     if isinstance(grant, NotNow):
         return grant
     try:

@@ -1,0 +1,99 @@
+"""The log of a service, on standard error: lines for people, or one JSON object per line.
+
+Call it from the CLI alone. A module logs with `logging.getLogger(__name__)`, and adds fields for
+programs with `extra=with_fields(...)`; the JSON format has them beside the message:
+
+    {"time":"2026-11-18T07:06:12.345Z","level":"info","logger":"prfaas.gateway.fleet.fleet",
+     "message":"pd-0 of pd joined at http://10.0.0.1:7080","event":"member","node":"pd-0",...}
+
+Every line is bounded, whatever a peer or a client has sent.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+LogFormat: TypeAlias = Literal["text", "json"]
+FORMATS: tuple[LogFormat, ...] = ("text", "json")
+
+_TEXT = "%(asctime)s %(name)s %(message)s"
+MOST_MESSAGE = 2_048  # characters of a message, or of a text field
+MOST_EXCEPTION = 16_384  # characters of a traceback, of which the end says most
+_FIELDS = "prfaas_fields"  # the attribute of a `LogRecord`
+_MESSAGE = "prfaas_message"
+_ENVELOPE = ("time", "level", "logger", "message", "exception")
+
+
+def configure_logging(level: str, log_format: LogFormat = "text") -> None:
+    """Logs messages of this level or above to standard error. An earlier configuration stays, as
+    with `logging.basicConfig`."""
+    logging.basicConfig(level=level.upper(), format=_TEXT)
+    if log_format == "json":
+        for handler in logging.getLogger().handlers:
+            handler.setFormatter(JsonFormatter())
+
+
+def with_fields(message: str | None = None, /, **fields: Any) -> dict[str, Any]:
+    """The argument `extra` of a log call: fields of the JSON format. `message` replaces the line's
+    text there, for a line whose text consists of the fields."""
+    extra: dict[str, Any] = {_FIELDS: fields}
+    if message is not None:
+        extra[_MESSAGE] = message
+    return extra
+
+
+class JsonFormatter(logging.Formatter):
+    """One line of JSON for every record. The times are in UTC, as RFC 3339 writes them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        message = getattr(record, _MESSAGE, None) or record.getMessage()
+        line: dict[str, Any] = {
+            "time": _rfc_3339(record.created),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": _shortened(message, MOST_MESSAGE),
+        }
+        fields: Mapping[str, Any] = getattr(record, _FIELDS, {})
+        # A field never hides a part of the envelope.
+        line |= {name: _plain(value) for name, value in fields.items() if name not in _ENVELOPE}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)[-MOST_EXCEPTION:]
+        return encode_line(line)
+
+
+def encode_line(fields: Mapping[str, Any]) -> str:
+    """JSON without a line break. A text with half a surrogate pair, as headers with stray bytes
+    have them, is written with an escape."""
+    try:
+        return msgspec.json.encode(fields, enc_hook=str).decode()
+    except UnicodeEncodeError:
+        return msgspec.json.encode(_encodable(fields), enc_hook=str).decode()
+
+
+def _plain(value: Any) -> Any:
+    return _shortened(value, MOST_MESSAGE) if isinstance(value, str) else value
+
+
+def _shortened(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def _encodable(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, Mapping):
+        return {_encodable(name): _encodable(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_encodable(one) for one in value]
+    return value
+
+
+def _rfc_3339(epoch_s: float) -> str:
+    seconds, milliseconds = divmod(int(epoch_s * 1e3), 1_000)
+    shown = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
+    return f"{shown}.{milliseconds:03d}Z"
