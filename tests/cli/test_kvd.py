@@ -25,6 +25,7 @@ from tests.kvd.hosts import kvd_process
         (("--insecure", "--listen", "192.0.2.1:1"), "--listen: 192.0.2.1:1: Cannot assign"),
         (("--insecure", "--http", "192.0.2.1:1"), "--http: 192.0.2.1:1: "),
         (("--set", 'kvd.peers=["a b"]'), "kvd.peers: 'a b' is not a host name"),
+        (("--otlp-endpoint", "localhost:4318"), "--otlp-endpoint: 'localhost:4318' is not a URL"),
     ],
 )
 def test_mistakes_are_one_line(

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import urllib.error
+import urllib.request
 from typing import Any
 
 import msgspec
 import pytest
 
+from prfaas.contracts.readiness import NodeReady
 from prfaas.contracts.trace_api import TRACES_PATH, ProcessSpans
 from prfaas.engine.api import Sampling
 from prfaas.engine.emulated.pace import Scales
@@ -19,6 +23,7 @@ from prfaas.tracing.server_span import DISCONNECTED
 from prfaas.tracing.spans import (
     CACHED_TOKENS,
     INPUT_TOKENS,
+    KVD_GRANT,
     MODEL,
     NODE_DECODE,
     NODE_LEASE,
@@ -30,8 +35,10 @@ from prfaas.tracing.spans import (
     Span,
 )
 from tests.engine.emulated.builders import emulated
+from tests.node.hosts import Process, call
 from tests.node.local_api import BYTES, LocalApi, local_api
 from tests.node.test_server import GRANT, PROMPT, node_server
+from tests.tracing.otlp_receiver import receiver_thread
 from tests.waiting import HANG_S, wait_until
 
 STEPS = [NODE_LEASE, NODE_QUEUE, NODE_PREFILL, NODE_DECODE]
@@ -179,3 +186,36 @@ def test_a_choice_ends_in_the_step_that_it_was_in(
     times_s: dict[str, float], expected: list[Step]
 ) -> None:
     assert steps(choice(**times_s), 9.0, "lost") == expected
+
+
+def test_a_node_and_its_own_kvd_send_spans_to_one_collector() -> None:
+    trace = new_trace(sampled=True)
+    with receiver_thread() as receiver:
+        engine = (
+            "--engine",
+            "emulated",
+            "--model",
+            "case-study-1t",
+            "--accelerator",
+            "h200",
+        )
+        node = Process("node", *engine, "--otlp-endpoint", receiver.url)
+        try:
+            url = node.ready(NodeReady).http
+            card = call("GET", f"{url}/v1/models")[1]["data"][0]["prfaas"]
+            body = json.dumps({"prompt": [7] * 70, "max_tokens": 1}).encode()
+            headers = {TRACEPARENT: trace.traceparent, "Content-Type": "application/json"}
+            request = urllib.request.Request(f"{url}/v1/completions", body, headers)
+            with urllib.request.urlopen(request, timeout=HANG_S) as answer:
+                assert answer.status == 200
+            # The kvd reads the header before it refuses the body.
+            request = urllib.request.Request(f"{card['kvd_url']}/v1/open", b"[]", headers)
+            with pytest.raises(urllib.error.HTTPError):
+                urllib.request.urlopen(request, timeout=HANG_S)
+            wait_until(lambda: len({span.service for span in receiver.of(trace.trace_id)}) == 2)
+            found = {span.service: span for span in receiver.of(trace.trace_id)}
+        finally:
+            node.stop()
+    assert set(found) == {"prfaas-node", "prfaas-kvd"}
+    assert found["prfaas-node"].node == found["prfaas-kvd"].node != ""
+    assert found["prfaas-kvd"].name == KVD_GRANT and found["prfaas-kvd"].error
