@@ -68,8 +68,8 @@ def trace(
 ) -> None:
     """Follow one request: where its time went, in which process, and why.
 
-    ID is the request's id, as the client receives it in the header X-Request-Id and as every log
-    line of the request has it. Without ID, the command lists the requests that the gateway keeps:
+    ID is the request's id, which the client receives in the header X-Request-Id, or its trace id;
+    the gateway's log has both. Without ID, the command lists the requests that the gateway keeps:
     the latest ones, the slowest ones, and those that failed.
 
     \b

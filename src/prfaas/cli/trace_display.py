@@ -75,12 +75,13 @@ def _print_waterfall(screen: Console, rows: Sequence[Row]) -> None:
 def _table(title: str, requests: Sequence[RequestSummary]) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for column in ("request", "at", "outcome", "TTFT", "total", "tokens", "prefill", "decode"):
-        numbers = column in ("TTFT", "total", "tokens")
-        # The id is what `prfaas trace ID` needs: it may be folded, and never cut.
-        fold = "fold" if column == "request" else "ellipsis"
-        table.add_column(
-            column, justify="right" if numbers else "left", overflow=fold, no_wrap=numbers
-        )
+        if column == "request":
+            # `prfaas trace ID` needs it: it is folded where it is too long, and never cut.
+            table.add_column(column, overflow="fold")
+        elif column in ("TTFT", "total", "tokens"):
+            table.add_column(column, justify="right", no_wrap=True)
+        else:
+            table.add_column(column)
     for one in requests:
         table.add_row(
             Text(printable(one.id)),

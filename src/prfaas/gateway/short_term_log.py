@@ -17,6 +17,7 @@ from prfaas.gateway.exposition.families import counter
 from prfaas.scheduler.congestion import LinkVerdict
 from prfaas.scheduler.state import LinkState, ShortTermState
 from prfaas.scheduler.view import LinkId
+from prfaas.service.logging import with_fields
 from prfaas.types import ClusterId
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,13 @@ class ShortTermLog:
                 state.threshold_factor,
                 before.threshold_factor,
                 state.cause,
+                extra=with_fields(
+                    event="threshold",
+                    home=home,
+                    factor=state.threshold_factor,
+                    factor_before=before.threshold_factor,
+                    cause=state.cause,
+                ),
             )
 
     def _record_verdict(self, link_id: LinkId, known: LinkState, link: LinkState) -> None:
@@ -68,6 +76,14 @@ class ShortTermLog:
             *link_id,
             link.health.described,
             known.health.described,
+            extra=with_fields(
+                event="verdict",
+                source=link_id[0],
+                target=link_id[1],
+                verdict=link.health.verdict.name.lower(),
+                verdict_before=known.health.verdict.name.lower(),
+                cause=cause,
+            ),
         )
 
     def _record_rate(self, link_id: LinkId, link: LinkState) -> None:

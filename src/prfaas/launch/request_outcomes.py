@@ -35,8 +35,9 @@ _DECODER = msgspec.json.Decoder(RequestOutcome)
 
 
 def parse_outcome(line: str) -> RequestOutcome | None:
-    """The outcome that a line of a gateway's output reports; None: it is another line."""
-    start = line.find('{"id":')
+    """The outcome that a line of a gateway's output reports; None: it is another line. A gateway
+    that logs JSON has the same fields after the time, the logger and the message."""
+    start = 0 if line.startswith('{"time":') else line.find('{"id":')
     if start < 0:
         return None
     try:

@@ -1,7 +1,8 @@
 """The log of a service, on standard error: lines for people, or one JSON object per line.
 
-Call it from the CLI alone. A module logs with `logging.getLogger(__name__)`, and adds fields for
-programs with `extra=with_fields(...)`; the JSON format has them beside the message:
+A process configures it where it begins: in the CLI, or in the main function of a worker process. A
+module logs with `logging.getLogger(__name__)`, and adds fields for programs with
+`extra=with_fields(...)`; the JSON format has them beside the message:
 
     {"time":"2026-11-18T07:06:12.345Z","level":"info","logger":"prfaas.gateway.fleet.fleet",
      "message":"pd-0 of pd joined at http://10.0.0.1:7080","event":"member","node":"pd-0",...}
@@ -22,7 +23,7 @@ LogFormat: TypeAlias = Literal["text", "json"]
 FORMATS: tuple[LogFormat, ...] = ("text", "json")
 
 _TEXT = "%(asctime)s %(name)s %(message)s"
-MOST_MESSAGE = 2_048  # characters of a message, or of a text field
+MOST_MESSAGE = 4_096  # characters of a message, which may be a traceback, or of a text field
 MOST_EXCEPTION = 16_384  # characters of a traceback, of which the end says most
 _FIELDS = "prfaas_fields"  # the attribute of a `LogRecord`
 _MESSAGE = "prfaas_message"
@@ -36,6 +37,17 @@ def configure_logging(level: str, log_format: LogFormat = "text") -> None:
     if log_format == "json":
         for handler in logging.getLogger().handlers:
             handler.setFormatter(JsonFormatter())
+
+
+def configured_format() -> LogFormat:
+    """The format of this process's log, which its worker processes are to use as well."""
+    handlers = logging.getLogger().handlers
+    return "json" if any(isinstance(one.formatter, JsonFormatter) for one in handlers) else "text"
+
+
+def as_format(word: str) -> LogFormat:
+    """The format that a parent process has named; text where it is an unknown word."""
+    return "json" if word == "json" else "text"
 
 
 def with_fields(message: str | None = None, /, **fields: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The spans of one request as a tree: which attempt and which call each of them belongs to. Pure."""
+"""The spans of one request as a tree: the attempt and the call that each belongs to. Pure."""
 
 from __future__ import annotations
 

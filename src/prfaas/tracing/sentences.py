@@ -17,12 +17,14 @@ _FAILED: dict[CauseKind, str] = {
     "no memory": "a kvd that had no memory for the hand-off",
     "retry": "an error",
 }
+_WORTH_TELLING = 0.1  # a part of a cause that is at least this part of its largest one
 
 
 def duration(seconds: float) -> str:
-    if seconds >= 10:
-        return f"{seconds:.0f} s"
-    return f"{seconds:.2g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+    """With three digits: 0.33 ms, 12.3 ms, 1.23 s, 123 s."""
+    value, unit = (seconds, "s") if round(seconds, 4) >= 1 else (seconds * 1e3, "ms")
+    digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
+    return f"{value:.{digits}f} {unit}"
 
 
 def big_body(read_s: float, tokenize_s: float) -> str:
@@ -32,9 +34,9 @@ def big_body(read_s: float, tokenize_s: float) -> str:
 def full_queue(wait_s: float, queue_s: float, node: str) -> str:
     at_gateway = f"waited {duration(wait_s)} at the gateway for a node"
     at_node = f"waited {duration(queue_s)} in the queue of the engine of {node}"
-    if wait_s and queue_s:
+    if min(wait_s, queue_s) >= _WORTH_TELLING * max(wait_s, queue_s):
         return f"The request {at_gateway}, and {at_node}."
-    return f"The request {at_node if queue_s else at_gateway}."
+    return f"The request {at_node if queue_s > wait_s else at_gateway}."
 
 
 def slow_lease(seconds: float, node: str) -> str:

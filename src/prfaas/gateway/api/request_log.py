@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from prfaas.clock import Clock
 from prfaas.errors import InputError, RequestError, StreamBroken
 from prfaas.gateway.api.metrics import ApiMetrics, PromptRecord, RequestRecord, route_of
-from prfaas.gateway.api.request_line import fitting
+from prfaas.gateway.following.request_line import fitting
 from prfaas.gateway.request import RequestTrace
 from prfaas.service.logging import with_fields
 

@@ -23,6 +23,7 @@ from prfaas.gateway.body_workers.messages import (
     WorkerSettings,
     read_reply,
 )
+from prfaas.service.logging import configured_format
 
 _LOG = logging.getLogger(__name__)
 _PROGRAM = "prfaas.gateway.body_workers.worker"
@@ -194,7 +195,7 @@ def _spawn(descriptor: int) -> subprocess.Popen[bytes]:
     # The same modules as in this process, wherever it found them.
     path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", _PROGRAM, str(descriptor)],
+        [sys.executable, "-P", "-m", _PROGRAM, str(descriptor), configured_format()],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         pass_fds=[descriptor],

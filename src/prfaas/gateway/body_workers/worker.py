@@ -8,6 +8,7 @@ time or the whole process costs its own request only.
 from __future__ import annotations
 
 import gc
+import logging
 import math
 import mmap
 import os
@@ -34,15 +35,18 @@ from prfaas.gateway.body_workers.messages import (
     WorkerSettings,
     pack,
 )
+from prfaas.service.logging import LogFormat, as_format, configure_logging
 from prfaas.text import load_tokenizer
 
+_LOG = logging.getLogger(__name__)
 _NICE = 5  # streams come first
 _LONG_BYTES = 1 << 20  # after such a body, garbage is collected at once
 _TRACEBACK_CHARS = 4000
 _JOB = msgspec.json.Decoder(Job)
 
 
-def main(descriptor: int) -> None:
+def main(descriptor: int, log_format: LogFormat) -> None:
+    configure_logging("warning", log_format)
     # A signal to the whole process group, such as Ctrl-C, is for the gateway: it still drains.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -110,7 +114,7 @@ def _reply(
     except MemoryError:
         return OUT_OF_MEMORY
     except Exception:
-        sys.stderr.write(traceback.format_exc()[-_TRACEBACK_CHARS:])
+        _LOG.error("%s", traceback.format_exc()[-_TRACEBACK_CHARS:])
         return Refused("internal gateway error", status=500, code="internal_error")
 
 
@@ -119,4 +123,4 @@ def _send(connection: socket.socket, reply: Reply, files: list[int] | None = Non
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), as_format(sys.argv[2]))

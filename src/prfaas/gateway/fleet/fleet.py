@@ -24,7 +24,7 @@ from prfaas.gateway.fleet.gateway_work import GatewayWork
 from prfaas.gateway.fleet.links.monitor import LinkMonitor
 from prfaas.gateway.fleet.links.reports import LinkReports
 from prfaas.gateway.fleet.liveness import Liveness
-from prfaas.gateway.fleet.member import Member, Part
+from prfaas.gateway.fleet.member import Member, Part, member_fields
 from prfaas.gateway.fleet.membership import Membership
 from prfaas.gateway.fleet.prefill_pace import PrefillPace
 from prfaas.gateway.fleet.roles import Roles
@@ -37,6 +37,7 @@ from prfaas.scheduler.homes.plans import as_network, home_name
 from prfaas.scheduler.plan import Role
 from prfaas.scheduler.request import Route
 from prfaas.scheduler.view import LinkId, LinkView
+from prfaas.service.logging import with_fields
 from prfaas.supervision import Failures, one_line
 from prfaas.types import ClusterId, NodeId
 
@@ -102,7 +103,13 @@ class Fleet:
         """Records a kvd's report. A kvd that reports for the first time joins the board."""
         before = member.compat
         if self.members.record_report(member, report, self._clock.now()):
-            log.info("%s of %s joined at %s", report.node, member.cluster, member.kvd_url)
+            log.info(
+                "%s of %s joined at %s",
+                report.node,
+                member.cluster,
+                member.kvd_url,
+                extra=member_fields("joined", member, report.node),
+            )
             self.pace.restart(report.node)
             if report.node in self.board:
                 self.board.forget_work(report.node)
@@ -143,7 +150,8 @@ class Fleet:
         """Records an engine's load. `own` is `work.prefills_at` the node when it was
         polled."""
         if leaving and not member.leaving:
-            log.info("the engine of %s is draining", member.kvd_url)
+            fields = member_fields("drains", member)
+            log.info("the engine of %s is draining", member.kvd_url, extra=fields)
         member.leaving = leaving
         member.load = load
         member.problems.pop("engine", None)
@@ -183,7 +191,9 @@ class Fleet:
     def set_drained(self, clusters: frozenset[ClusterId]) -> None:
         """These clusters get no new requests, and all others do."""
         for cluster in clusters ^ self.drained:
-            log.info("%s is %s", cluster, "drained" if cluster in clusters else "in use again")
+            state = "drained" if cluster in clusters else "in use again"
+            fields = with_fields(event="cluster", cluster=cluster, state=state)
+            log.info("%s is %s", cluster, state, extra=fields)
         self.drained = clusters
         self.refresh()
         self.changed.set()
@@ -237,7 +247,15 @@ class Fleet:
             if (before.role, before.usable) != (role, usable):
                 self.board.assign(node, role, usable=usable)
                 changed = True
-                log.info("%s: %s, %s", node, role, "in use" if usable else "not in use")
+                state = "in use" if usable else "not in use"
+                fields = with_fields(
+                    event="role" if role != before.role else "member",
+                    change=state,
+                    node=node,
+                    cluster=member.cluster,
+                    role=role,
+                )
+                log.info("%s: %s, %s", node, role, state, extra=fields)
         for node in self.work:
             if self.members.named(node) is None:
                 self._remove_from_board(node)

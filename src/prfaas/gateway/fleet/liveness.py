@@ -28,7 +28,7 @@ from functools import partial
 from types import TracebackType
 
 from prfaas.clock import Clock
-from prfaas.gateway.fleet.member import Contact, Member
+from prfaas.gateway.fleet.member import Contact, Member, member_fields
 from prfaas.gateway.fleet.membership import Membership
 from prfaas.types import NodeId
 
@@ -107,10 +107,15 @@ class Liveness:
             if silent:
                 self._silent.add(member.kvd_url)
                 self.fallen_silent += 1
-                log.warning("%s has fallen silent: %s", _name(member), _silence(member, now_s))
+                log.warning(
+                    "%s has fallen silent: %s",
+                    _name(member),
+                    _silence(member, now_s),
+                    extra=member_fields("silent", member),
+                )
             else:
                 self._silent.discard(member.kvd_url)
-                log.info("%s answers again", _name(member))
+                log.info("%s answers again", _name(member), extra=member_fields("answers", member))
         if len(self._silent) > len(self._members):  # some have left
             self._silent &= {member.kvd_url for member in self._members}
         return changed

@@ -11,13 +11,14 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from prfaas.config.gateway import GatewayTimeouts
 from prfaas.contracts.forms import compats_of
 from prfaas.contracts.kvd_api import KvdReport, PoolReport
 from prfaas.gateway.client.node_client import Card, Load
 from prfaas.lateness import LateSince, never_late
+from prfaas.service.logging import with_fields
 from prfaas.types import ClusterId, Compat, NodeId
 
 Part: TypeAlias = Literal["kvd", "engine"]
@@ -240,3 +241,14 @@ class Member:
             return True
         silence_s = now_s - self.kvd_seen_s - self.late_since(self.kvd_seen_s)
         return silence_s > self.timeouts.forget_s
+
+
+def member_fields(change: str, member: Member, node: NodeId | None = None) -> dict[str, Any]:
+    """For the log line of a change of a member. `node`: its name, before it is recorded."""
+    return with_fields(
+        event="member",
+        change=change,
+        node=node or member.node,
+        cluster=member.cluster,
+        kvd_url=member.kvd_url,
+    )

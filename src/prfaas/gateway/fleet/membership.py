@@ -17,7 +17,7 @@ from prfaas.contracts.forms import compats_of
 from prfaas.contracts.kvd_api import KvdReport
 from prfaas.errors import MalformedResponse, PrfaasError
 from prfaas.gateway.fleet.formats import Formats
-from prfaas.gateway.fleet.member import Member, model_of
+from prfaas.gateway.fleet.member import Member, member_fields, model_of
 from prfaas.lateness import LateSince, never_late
 from prfaas.types import ClusterId, Compat, NodeId
 
@@ -78,10 +78,11 @@ class Membership:
             return None
         if sum(not member.listed for member in self._members.values()) >= MOST_REGISTERED:
             raise TooManyMembers(f"{MOST_REGISTERED} kvds have registered, which is the limit")
-        log.info("kvd %s registered for cluster %s", kvd_url, cluster)
         member = self._members[kvd_url] = Member(
             kvd_url, cluster, False, self.timeouts, late_since=self._late_since
         )
+        fields = member_fields("registered", member)
+        log.info("kvd %s registered for cluster %s", kvd_url, cluster, extra=fields)
         member.kvd_seen_s = now_s
         return member
 
@@ -108,7 +109,11 @@ class Membership:
         other = self.named(report.node)
         if other is not None and self._may_take_over(other, member, report, now_s):
             log.warning(
-                "%s is at %s now, and not at %s", report.node, member.kvd_url, other.kvd_url
+                "%s is at %s now, and not at %s",
+                report.node,
+                member.kvd_url,
+                other.kvd_url,
+                extra=member_fields("moved", member, report.node),
             )
             # What runs there ends by the verdicts on the old processes (`liveness`).
             other.report, other.card, other.has_duplicate_name = None, None, True
@@ -121,6 +126,7 @@ class Membership:
                     member.kvd_url,
                     report.node,
                     other.kvd_url,
+                    extra=member_fields("ignored", member, report.node),
                 )
             member.has_duplicate_name = True
             return False

@@ -22,7 +22,7 @@ from prfaas.gateway.client.node_client import NodeClient
 from prfaas.gateway.fleet.event_following import EventFollower
 from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.fleet.liveness import CHECK_S, PROBE_S
-from prfaas.gateway.fleet.member import Contact, Member
+from prfaas.gateway.fleet.member import Contact, Member, member_fields
 from prfaas.http_client.client import HttpClient
 from prfaas.supervision import repeat
 from prfaas.types import Compat, NodeId
@@ -63,7 +63,12 @@ class Poller:
     def drop_expired(self) -> None:
         """Removes members that have been silent for so long that they are not expected back."""
         for member in self._fleet.members.expired(self._clock.now()):
-            log.info("removing kvd %s: silent for %g s", member.kvd_url, self._timeouts.forget_s)
+            log.info(
+                "removing kvd %s: silent for %g s",
+                member.kvd_url,
+                self._timeouts.forget_s,
+                extra=member_fields("removed", member),
+            )
             task = self._polled.pop(member.kvd_url, None)
             if task is not None:
                 task.cancel()

@@ -98,7 +98,8 @@ class RequestHistory:
 
     def find(self, name: str) -> KeptRequest | None:
         """The newest request with this id, or with this trace id."""
-        kept = [*reversed(self.in_progress()), *self._latest, *self._failed, *self.slowest()]
+        kept: list[KeptRequest] = [*reversed(self.in_progress()), *self._latest]
+        kept += [*self._failed, *self.slowest()]
         for each in kept:
             if name in (each.record.id, each.record.trace.context.trace_id):
                 return each

@@ -12,6 +12,7 @@ from prfaas.clock import Clock
 from prfaas.contracts.kvd_api import ClaimPlanning, PlanningLease
 from prfaas.errors import PeerError
 from prfaas.gateway.planning.candidacy import RENEW_S, Candidacy
+from prfaas.service.logging import with_fields
 
 log = logging.getLogger(__name__)
 CLAIM_S = 1.0  # in which a kvd answers a claim
@@ -105,6 +106,12 @@ class Election:
     def _log_change(self) -> None:
         planned, self._planned = self._planned, self.plans
         if self._planned and not planned:
-            log.info("this gateway plans from now on, with epoch %d", self.epoch)
+            fields = with_fields(event="planning", plans=True, epoch=self.epoch)
+            log.info("this gateway plans from now on, with epoch %d", self.epoch, extra=fields)
         elif planned and not self._planned:
-            log.warning("this gateway no longer plans: its lease of epoch %d has ended", self.epoch)
+            fields = with_fields(event="planning", plans=False, epoch=self.epoch)
+            log.warning(
+                "this gateway no longer plans: its lease of epoch %d has ended",
+                self.epoch,
+                extra=fields,
+            )

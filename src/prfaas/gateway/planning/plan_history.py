@@ -8,12 +8,13 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from prometheus_client.core import Metric
 
 from prfaas.gateway.exposition.families import counter, gauge
 from prfaas.scheduler.plan import Plan, Role
+from prfaas.service.logging import with_fields
 from prfaas.types import ClusterId, NodeId
 
 log = logging.getLogger(__name__)
@@ -46,29 +47,33 @@ class PlanHistory:
         self.plans.append(MadePlan(home, plan))
         self._made += 1
         self._no_plan = ""
-        log.info("new plan of %s: %s", home, describe(plan))
+        log.info("new plan of %s: %s", home, describe(plan), extra=_fields("plan", home, plan))
 
     def record_no_plan(self, reason: str) -> None:
         """No plan exists for the nodes that are left, and the one before stays in force. The same
         reason is logged once."""
         if reason != self._no_plan:
             self._no_plan = reason
-            log.warning("no plan for the nodes that are left: %s", reason)
+            fields = with_fields(event="no plan", reason=reason)
+            log.warning("no plan for the nodes that are left: %s", reason, extra=fields)
 
     def record_advice(self, advice: Mapping[ClusterId, Plan]) -> None:
         """The plan of a PD cluster without advice is good. The same advice is logged once."""
         before, self.advice = self.advice, advice
         for home in before.keys() - advice.keys():
-            log.info("advice withdrawn: the plan in force of %s is good", home)
+            fields = with_fields(event="advice withdrawn", home=home)
+            log.info("advice withdrawn: the plan in force of %s is good", home, extra=fields)
         for home, plan in advice.items():
             if home not in before or _essence(plan) != _essence(before[home]):
-                log.info("advice for %s, not followed: %s", home, describe(plan))
+                fields = _fields("advice", home, plan)
+                log.info("advice for %s, not followed: %s", home, describe(plan), extra=fields)
 
     def record_conversion(self, node: NodeId, role: Role, at_s: float) -> None:
         """The node has drained and has its new role."""
         self.conversions.append(Conversion(at_s, node, role))
         self._converted[role] += 1
-        log.info("%s: its role is %s now", node, role)
+        fields = with_fields(event="conversion", node=node, role=role)
+        log.info("%s: its role is %s now", node, role, extra=fields)
 
     def metrics(self, in_force: Mapping[ClusterId, Plan]) -> Iterator[Metric]:
         yield counter("plans", "Plans that this gateway has made or followed.", value=self._made)
@@ -92,6 +97,17 @@ def describe(plan: Plan) -> str:
     return (
         f"threshold {plan.threshold_tokens} tokens, {plan.n_prefill} prefill and "
         f"{plan.n_decode} decode nodes ({plan.reason})"
+    )
+
+
+def _fields(event: str, home: ClusterId, plan: Plan) -> dict[str, Any]:
+    return with_fields(
+        event=event,
+        home=home,
+        threshold_tokens=plan.threshold_tokens,
+        prefill_nodes=plan.n_prefill,
+        decode_nodes=plan.n_decode,
+        reason=plan.reason,
     )
 
 

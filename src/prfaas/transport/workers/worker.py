@@ -25,6 +25,7 @@ from prfaas.clock import MonotonicClock
 from prfaas.errors import PrfaasError, WireError
 from prfaas.security.tls import client_context, server_context
 from prfaas.service.descriptors import raise_descriptor_limit
+from prfaas.service.logging import LogFormat, as_format, configure_logging
 from prfaas.transport.workers.connection import serve_connection
 from prfaas.transport.workers.messages import (
     PACKET_BYTES,
@@ -39,6 +40,7 @@ from prfaas.transport.workers.messages import (
     read_main_order,
 )
 
+_LOG = logging.getLogger(__name__)
 _MAX_DESCRIPTORS = 2  # beside one order
 
 
@@ -152,22 +154,22 @@ def _given(context: ssl.SSLContext | None) -> ssl.SSLContext:
     return context
 
 
-def main(descriptor: int) -> None:
+def main(descriptor: int, log_format: LogFormat) -> None:
     # Ctrl-C in a terminal reaches all processes of the kvd's group; the kvd decides when to end,
     # and its signals to read certificates again are not for its workers.
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file would have KV and keys in it
-    logging.basicConfig(level=logging.WARNING)
+    configure_logging("warning", log_format)
     raise_descriptor_limit()
     with socket.socket(fileno=descriptor) as connection:
         try:
             Worker().run(connection)
         except (msgspec.MsgspecError, OSError, ValueError) as error:
-            sys.stderr.write(f"a worker ends: {error}\n")
+            _LOG.error("a worker ends: %s", error)
     # Threads of connections may be in the middle of a frame. Nobody waits for that any more.
     os._exit(0)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), as_format(sys.argv[2]))

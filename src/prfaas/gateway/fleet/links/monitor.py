@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from typing import Any
 
 from prfaas.clock import Clock
 from prfaas.gateway.fleet.links.reports import LinkReports
@@ -11,6 +12,7 @@ from prfaas.gateway.fleet.member import Member
 from prfaas.gateway.fleet.membership import Membership
 from prfaas.scheduler.board import Board
 from prfaas.scheduler.view import LinkId
+from prfaas.service.logging import with_fields
 from prfaas.types import ClusterId
 
 log = logging.getLogger(__name__)
@@ -36,9 +38,9 @@ class LinkMonitor:
             self._board.record_link_report(link_id, stats)
             if (link := self._board.link(link_id)) is not None and link.up:
                 if self._cut_s.pop(link_id, None) is not None:
-                    log.info("link %s -> %s is restored", *link_id)
+                    log.info("link %s -> %s is restored", *link_id, extra=_fields(link_id, "up"))
             elif link_id not in self._cut_s:
-                log.warning("link %s -> %s is cut", *link_id)
+                log.warning("link %s -> %s is cut", *link_id, extra=_fields(link_id, "cut"))
                 self._cut_s[link_id] = now
                 self.cuts[link_id] += 1
 
@@ -69,3 +71,7 @@ class LinkMonitor:
             return None
         own = target.relay_from(source.cluster)
         return own or self._reports.relay((source.cluster, target.cluster))
+
+
+def _fields(link_id: LinkId, state: str) -> dict[str, Any]:
+    return with_fields(event="link", source=link_id[0], target=link_id[1], state=state)
