@@ -30,6 +30,7 @@ settings.load_profile("prfaas")
 TOGETHER = (
     ("tests/engine/",),  # models in this process, and what transformers generates with them
     ("tests/node/test_cache_events.py", "tests/node/test_kept_answers.py"),
+    ("tests/tracing/slow_ways/",),
     (
         *("tests/gateway/dispatch/", "tests/gateway/planning/", "tests/gateway/prompt_lists/"),
         "tests/gateway/following/test_through_processes.py",
@@ -54,6 +55,7 @@ LONGEST = (
     *("tests/faults/clusters/test_cluster_faults.py", "tests/launch/test_regions.py"),
     *(f"{PAIRS}:{model}" for model in PAIR_MODELS),
     *("tests/engine/", "tests/gateway/dispatch/", "tests/deploy/test_end_to_end.py"),
+    "tests/tracing/slow_ways/",
     *("tests/faults/test_campaign.py", "tests/node/test_handoff.py", "tests/node/test_faults.py"),
     *("tests/gateway/test_models.py", "tests/testing/test_gpu_bench.py"),
     *("tests/service/test_schemathesis.py", "tests/transport/test_faults_with_workers.py"),

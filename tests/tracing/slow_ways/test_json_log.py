@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 from prfaas.gateway.following.request_line import MOST_BYTES
 from tests.tracing.slow_ways.conftest import Stage
 from tests.tracing.slow_ways.deployment import FAR, LONG, NEAR, SlowDeployment, until
+
+pytestmark = pytest.mark.slow
 
 
 def test_requests_and_changes_are_one_object_each(stage: Stage) -> None:

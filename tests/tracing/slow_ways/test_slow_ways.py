@@ -10,6 +10,8 @@ import asyncio
 from contextlib import closing
 from pathlib import Path
 
+import pytest
+
 from prfaas.clock import MonotonicClock
 from prfaas.config.address import Address, parse_address
 from prfaas.contracts.trace_api import FollowedRequest
@@ -28,6 +30,7 @@ from tests.tracing.slow_ways.deployment import (
     until,
 )
 
+pytestmark = pytest.mark.slow
 FAR_NODE = f"{FAR}-0"
 SHORT = 600
 ENOUGH_S = 4.0  # that a fault lasts: a few times the prefill of a long prompt
