@@ -153,6 +153,7 @@ def _options(section: KvdSection) -> KvdOptions:
         timeouts=section.timeouts,
         connections=section.connections,
         workers=section.workers,
+        credentials_poll_s=section.credentials_poll_s,
     )
 
 

@@ -163,6 +163,7 @@ def node(
         section.replay,
         section.timeouts,
         keep_answers=section.keep_answers,
+        credentials_poll_s=section.credentials_poll_s,
     )
     credentials = NodeCredentials(
         read_key(section.member_key_file),

@@ -92,6 +92,9 @@ class KvdSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     workers: CountOrZero | None = None
     """Processes that encrypt, check and move KV, so that this uses several cores; 0: the kvd does
     it itself. The default is half of the cores, at most 8, and none with fewer than 4 cores."""
+    credentials_poll_s: AmountOrZero = 0.0
+    """Interval at which the files of keys and certificates are checked, and read again where they
+    have changed; 0: only SIGHUP makes the process read them again."""
     tls: TlsSection = TlsSection()
     timeouts: KvdTimeouts = KvdTimeouts()
 
@@ -184,6 +187,9 @@ class NodeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """ZMQ endpoint for KV events in vLLM's format."""
     replay: str = "tcp://127.0.0.1:0"
     """ZMQ endpoint for the replay of KV events."""
+    credentials_poll_s: AmountOrZero = 0.0
+    """Interval at which the files of keys and certificates are checked, and read again where they
+    have changed; 0: only SIGHUP makes the process read them again."""
     tls: TlsSection = TlsSection()
     emulated: EmulatedSection = EmulatedSection()
     timeouts: NodeTimeouts = NodeTimeouts()

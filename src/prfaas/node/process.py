@@ -6,9 +6,10 @@ import asyncio
 import mmap
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from aiohttp import web
 
@@ -27,7 +28,7 @@ from prfaas.node.metrics import NodeMetrics
 from prfaas.node.request_reader import NodeModel
 from prfaas.node.request_runner import open_request_runner
 from prfaas.node.server import NodeApi
-from prfaas.security.reload import reload_on_hangup
+from prfaas.security.reload import reloading
 from prfaas.security.shared_key import SharedKey
 from prfaas.security.tls import TlsIdentity
 from prfaas.service.descriptors import raise_descriptor_limit
@@ -44,6 +45,10 @@ class KvdAddress:
     socket: str
     url: str | None = None
     process_id: int | None = None  # of a kvd that this node has started
+
+    def files(self) -> Sequence[Path]:
+        """The kvd has files of its own."""
+        return ()
 
     def reload(self) -> None:
         """Makes the node's own kvd read its credentials again."""
@@ -64,6 +69,7 @@ class NodeSettings:
     timeouts: NodeTimeouts
     insecure: bool = False
     keep_answers: bool = True
+    credentials_poll_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +100,6 @@ async def run_node(
         credentials.operator_key,
         credentials.tls,
     )
-    reload_on_hangup([member_key, operator_key, tls, kvd])
     listening = listen(settings.host, settings.port)
     url = settings.advertise or service_url(listening, tls=tls is not None)
     block_tokens = engine.compat.block_tokens
@@ -102,6 +107,9 @@ async def run_node(
     translator = EventTranslator(engine.spec, block_tokens)
     async with AsyncExitStack() as stack:
         stack.callback(listening.close)
+        await stack.enter_async_context(
+            reloading([member_key, operator_key, tls, kvd], settings.credentials_poll_s)
+        )
         keeps = settings.keep_answers
         client = stack.enter_context(_client(engine, kvd, url, keeps_answers=keeps))
         await _prepare_memory(engine, client)
@@ -137,7 +145,11 @@ async def run_node(
         await web.SockSite(runner, listening, ssl_context=context).start()
         if kvd.url is not None:
             http = await stack.enter_async_context(
-                open_client(member_key, tls=tls.client if tls is not None else None)
+                open_client(
+                    member_key,
+                    tls=tls.client if tls is not None else None,
+                    server_name=tls.server_name if tls is not None else None,
+                )
             )
             follower = EventFollower(http, kvd.url, settings.timeouts.event_poll_s)
             await stack.enter_async_context(_running(follower.follow(translator, publisher)))

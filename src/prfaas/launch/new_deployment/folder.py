@@ -26,19 +26,13 @@ from prfaas.errors import InputError
 from prfaas.launch.new_deployment.answers import Answers, Instance, folder_name, with_host
 from prfaas.launch.new_deployment.deployment_file import catalog_files, finish_deployment
 from prfaas.launch.new_deployment.host_files import (
-    CA,
-    CERT,
     CLIENT,
-    DEPLOYMENT,
-    KEY,
-    MEMBER_KEY,
     OPERATOR,
-    OPERATOR_KEY,
-    SALT,
     host_file,
     host_file_name,
     tenant_key_file,
 )
+from prfaas.launch.services.places import CA, CERT, DEPLOYMENT, KEY, MEMBER_KEY, OPERATOR_KEY, SALT
 from prfaas.security.certificates import CertificateAuthority, IssuedCertificate
 
 ANSWERS = "init.json"
