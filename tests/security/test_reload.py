@@ -22,7 +22,7 @@ from prfaas.security.certificates import CertificateSet, make_certificates
 from prfaas.security.reload import FileWatch, defer_hangup, reloading
 from prfaas.security.shared_key import SharedKey
 from prfaas.security.tls import SERVICE_NAME, TlsFiles, TlsIdentity, trust_context
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, wait_until
 
 CONNECT_S = 10.0
 
@@ -216,12 +216,11 @@ async def test_a_changed_file_is_read_again_without_a_signal(tmp_path: Path) -> 
     key = SharedKey.read(file)
     before = signal.getsignal(signal.SIGHUP)
     try:
-        async with asyncio.timeout(HANG_S), reloading([key], poll_s=0.01):
+        async with reloading([key], poll_s=0.01):
             other = tmp_path / "..new"
             other.symlink_to(second.name)
             other.replace(data)
-            while key.sent != "1" * 16:
-                await asyncio.sleep(0.01)
+            await asyncio.to_thread(wait_until, lambda: key.sent == "1" * 16)
     finally:
         asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
         signal.signal(signal.SIGHUP, before)

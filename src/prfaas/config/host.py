@@ -127,6 +127,9 @@ class NodeTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Gateways also copy hot prefixes away meanwhile. SIGINT skips it."""
     event_poll_s: Amount = 30.0
     """Duration of one long poll for the kvd's cache events."""
+    kvd_wait_s: AmountOrZero = 0.0
+    """Time at the start in which the node waits for the kvd at `kvd_socket`, as where both are
+    started together."""
 
 
 class NodeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

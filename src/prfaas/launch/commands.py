@@ -16,7 +16,7 @@ import msgspec
 
 from prfaas.config import Deployment
 from prfaas.config.deployment import Cluster, GatewayEntry, Link, Node
-from prfaas.config.gateway import GatewayTimeouts
+from prfaas.config.gateway import DEFAULTS, GatewayTimeouts
 from prfaas.config.host import KvdTimeouts, NodeTimeouts
 from prfaas.contracts.readiness import (
     GatewayReady,
@@ -27,11 +27,9 @@ from prfaas.contracts.readiness import (
 )
 from prfaas.launch.attached_process import PROGRAM
 from prfaas.launch.children import Command
+from prfaas.launch.services.builders import engine_service, gateway_service, kvd_service
 from prfaas.launch.services.hosts import EngineSpec, Host, list_hosts
 from prfaas.launch.services.places import HostPlace
-from prfaas.launch.services.sections import kvd_section, node_section
-from prfaas.launch.services.vllm import vllm_options
-from prfaas.launch.services.words import gateway_words, kvd_words, node_words
 
 VLLM_KV_BYTES = 64 << 20
 VLLM_MAX_TOKENS = 4096
@@ -51,8 +49,8 @@ def kvd_command(
     if at is not None:
         http = at.http.removeprefix("http://")
         place = msgspec.structs.replace(place, kvd_listen=at.data, kvd_http=http)
-    arguments = [*kvd_words(kvd_section(host, engines, place)), *engines.options]
-    return Command(f"kvd-{host.name}", arguments, partial(parse_readiness, kind=KvdReady))
+    service = kvd_service(host, engines, place)
+    return Command(service.name, service.words, partial(parse_readiness, kind=KvdReady))
 
 
 def _place(host: Host, folder: Path) -> HostPlace:
@@ -76,17 +74,17 @@ def engine_command(
     place = msgspec.structs.replace(_place(host, folder), kvd_url=kvd.http, node_port=port)
     if engines.kind == "vllm":
         return _vllm_command(host, engines, place)
-    arguments = [*node_words(node_section(host, engines, place)), *engines.options]
-    return Command(
-        host.name, arguments, partial(parse_readiness, kind=NodeReady), ENGINE_ENVIRONMENT
-    )
+    service = engine_service(host, engines, place)
+    readiness = partial(parse_readiness, kind=NodeReady)
+    return Command(service.name, service.words, readiness, ENGINE_ENVIRONMENT)
 
 
 def _vllm_command(host: Host, engines: EngineSpec, place: HostPlace) -> Command[NodeReady]:
     url = f"http://127.0.0.1:{place.node_port}"
     arguments = [PROGRAM, str(engines.python), "-m", "vllm.entrypoints.openai.api_server"]
-    arguments += ["--model", engines.model]
-    arguments += vllm_options(engines, msgspec.structs.replace(place, node_url=url))
+    service = engine_service(host, engines, msgspec.structs.replace(place, node_url=url))
+    _, model, *options = service.words  # the module takes the model as an option
+    arguments += ["--model", model, *options]
     arguments += ["--dtype", "float32", "--max-model-len", str(VLLM_MAX_TOKENS)]
     arguments += ["--enforce-eager", "--mamba-cache-mode", "align"]
     arguments += ["--max-num-batched-tokens", str(VLLM_STEP_TOKENS)]
@@ -159,9 +157,11 @@ def gateway_command(
 ) -> Command[GatewayReady]:
     """`cluster`: the PD cluster whose requests arrive there; None: those of all."""
     timeouts = GatewayTimeouts(drain_s=DRAIN_S, leave_s=0)
-    arguments = [*gateway_words(str(file), cluster, timeouts), *options]
+    service = gateway_service(
+        str(file), DEFAULTS, name=name, cluster=cluster, timeouts=timeouts, options=options
+    )
     readiness = partial(parse_readiness, kind=GatewayReady)
-    return Command(name, arguments, readiness, on_line=on_line)
+    return Command(service.name, service.words, readiness, on_line=on_line)
 
 
 def with_nodes(

@@ -6,6 +6,7 @@ import asyncio
 import mmap
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from prfaas.service.descriptors import raise_descriptor_limit
 from prfaas.service.stopping import Stopping
 from prfaas.text import ModelTokenizer
 
+KVD_POLL_S = 0.1  # between two attempts to reach a kvd that starts beside the node
 PREPARE_S = 10.0  # for a device to register the first pages of the kvd's arena: a second is usual
 
 
@@ -111,6 +113,7 @@ async def run_node(
             reloading([member_key, operator_key, tls, kvd], settings.credentials_poll_s)
         )
         keeps = settings.keep_answers
+        await _wait_for_kvd(kvd.socket, settings.timeouts.kvd_wait_s, stopping)
         client = stack.enter_context(_client(engine, kvd, url, keeps_answers=keeps))
         await _prepare_memory(engine, client)
         publisher = await stack.enter_async_context(
@@ -156,6 +159,17 @@ async def run_node(
         report(url)
         await stopping.wait_until_left(settings.timeouts.leave_s)
         await request_runner.drain(settings.timeouts.drain_s)
+
+
+async def _wait_for_kvd(path: str, wait_s: float, stopping: Stopping) -> None:
+    """Returns when a process listens on the socket, or the time is up."""
+    clock = MonotonicClock()
+    until_s = clock.now() + wait_s
+    while clock.now() < until_s and not stopping.begun:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            if probe.connect_ex(path) == 0:
+                return
+        await asyncio.sleep(KVD_POLL_S)
 
 
 async def _prepare_memory(engine: Engine, client: KvdClient) -> None:

@@ -125,11 +125,15 @@ class CertificateAuthority:
         return self._own.key_pem
 
     def issue(
-        self, host: str, days: int, now: datetime.datetime | None = None
+        self,
+        host: str,
+        days: int,
+        now: datetime.datetime | None = None,
+        more: Sequence[str] = (),
     ) -> IssuedCertificate:
-        """A certificate for a host as server and as client. Clients accept it for `host` and for
-        ALWAYS_HOSTS. It does not outlive the CA."""
-        names = [_general_name(name) for name in dict.fromkeys((host, *ALWAYS_HOSTS))]
+        """A certificate for a host as server and as client. Clients accept it for `host`, for its
+        `more` names and for ALWAYS_HOSTS. It does not outlive the CA."""
+        names = [_general_name(name) for name in dict.fromkeys((host, *more, *ALWAYS_HOSTS))]
         usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         return self._issue(f"prfaas {host}"[:64], usages, names, days, now)
 

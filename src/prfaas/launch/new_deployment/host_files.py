@@ -15,9 +15,14 @@ import msgspec
 
 from prfaas.config.address import Address
 from prfaas.config.gateway import GatewaySection
-from prfaas.config.write import sparse, toml
 from prfaas.launch.new_deployment.answers import Answers, Instance, folder_name
 from prfaas.launch.services import sections
+from prfaas.launch.services.builders import (
+    HostFile,
+    engine_service,
+    gateway_service,
+    kvd_service,
+)
 from prfaas.launch.services.hosts import EngineSpec, Host
 from prfaas.launch.services.places import (
     CA,
@@ -30,8 +35,7 @@ from prfaas.launch.services.places import (
     HostPlace,
     credentials_in,
 )
-from prfaas.launch.services.vllm import vllm_options
-from prfaas.launch.services.words import file_words, gateway_words
+from prfaas.launch.services.service import Service
 
 CLIENT, OPERATOR = "client", "operator"  # folders for people
 _CREDENTIALS = credentials_in()
@@ -59,14 +63,25 @@ def host_file_name(instance: Instance) -> str:
 
 def host_file(answers: Answers, instance: Instance) -> str:
     """The host file of one instance."""
-    at = answers, instance
-    lines = [
-        f"# Instance {instance.name} of cluster {instance.cluster} on {instance.host}.",
-        "# Paths are relative to this file. docs/configuration.md has every key.",
-        "",
-    ]
-    config = sections.host_config(_host(answers, instance), _engines(answers), _place(*at))
-    return "\n".join(lines) + "\n" + toml(sparse(config))
+    return _kvd(answers, instance).files[host_file_name(instance)]
+
+
+def _kvd(answers: Answers, instance: Instance) -> Service:
+    host, place = _host(answers, instance), _place(answers, instance)
+    return kvd_service(host, _engines(answers), place, _file(instance))
+
+
+def _engine(answers: Answers, instance: Instance) -> Service:
+    host, place = _host(answers, instance), _place(answers, instance)
+    return engine_service(host, _engines(answers), place, _file(instance))
+
+
+def _file(instance: Instance) -> HostFile:
+    heading = (
+        f"# Instance {instance.name} of cluster {instance.cluster} on {instance.host}.\n"
+        "# Paths are relative to this file. docs/configuration.md has every key.\n\n"
+    )
+    return HostFile(host_file_name(instance), heading=heading)
 
 
 def _host(answers: Answers, instance: Instance) -> Host:
@@ -127,14 +142,15 @@ def gateway_section(answers: Answers, base: GatewaySection) -> GatewaySection:
 
 
 def instance_commands(answers: Answers, instance: Instance) -> list[HostCommand]:
-    file = host_file_name(instance)
-    node = _prfaas(file_words("node", file))
+    node = _line(_engine(answers, instance))
     if answers.engine == "vllm":
-        node = _vllm_command(answers, instance)
+        # vLLM takes its API key from the environment: every user of the host can read a command
+        # line.
+        node = f'VLLM_API_KEY="$(head -n 1 {MEMBER_KEY})" {node}'
     return [
         HostCommand(
             "kvd",
-            _prfaas(file_words("kvd", file)),
+            _line(_kvd(answers, instance)),
             instance.name,
             f"https://{answers.kvd_address(instance)}",
         ),
@@ -155,9 +171,7 @@ def summarise_host(
         for command in instance_commands(answers, one)
     ]
     if host == answers.gateway and list(instances) == answers.instances:
-        commands.append(
-            HostCommand("gateway", _prfaas(gateway_words(DEPLOYMENT)), url=answers.gateway_url)
-        )
+        commands.append(HostCommand("gateway", _line(_gateway(answers)), url=answers.gateway_url))
     at = f"{folder}/hosts/{folder_name(host)}"
     copy = shlex.join(["scp", "-rp", at, _copied(host)])
     new = [host_file_name(one) for one in instances if one.host == host]
@@ -201,13 +215,9 @@ def _curl(at: str, key_file: str, url: str) -> str:
     return f"curl -g --cacert {shlex.quote(f'{at}/{CA}')} -H {key} {shlex.quote(url)}"
 
 
-def _vllm_command(answers: Answers, instance: Instance) -> str:
-    """vLLM takes its API key from the environment: every user of the host can read a command
-    line."""
-    options = vllm_options(_engines(answers), _place(answers, instance))
-    line = shlex.join(["vllm", "serve", answers.model, *options])
-    return f'VLLM_API_KEY="$(head -n 1 {MEMBER_KEY})" {line}'
+def _gateway(answers: Answers) -> Service:
+    return gateway_service(DEPLOYMENT, gateway_section(answers, GatewaySection()))
 
 
-def _prfaas(words: Sequence[str]) -> str:
-    return shlex.join(["prfaas", *words])
+def _line(service: Service) -> str:
+    return shlex.join([service.program, *service.words])

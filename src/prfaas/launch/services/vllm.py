@@ -27,7 +27,8 @@ def vllm_options(engines: EngineSpec, place: HostPlace) -> list[str]:
         words += ["--ssl-cert-reqs", _CERT_REQUIRED]
     words += ["--enable-prefix-caching"]
     words += ["--kv-transfer-config", json.dumps(_connector(place))]
-    return [*words, "--kv-events-config", json.dumps(_events(place))]
+    words += ["--kv-events-config", json.dumps(_events(place))]
+    return [*words, *place.engine_options]
 
 
 def _connector(place: HostPlace) -> dict[str, object]:

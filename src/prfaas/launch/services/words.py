@@ -62,7 +62,7 @@ def gateway_words(
 
 def _options(section: msgspec.Struct, prefix: str, flags: Mapping[str, str]) -> list[str]:
     """The keys that differ from their defaults."""
-    values = dict(_flat(sparse(section)))
+    values = dict(flat(sparse(section)))
     words = [word for key, flag in flags.items() if key in values for word in (flag, values[key])]
     found = [str(word) for word in words]
     for key in sorted(values.keys() - flags.keys()):
@@ -70,10 +70,11 @@ def _options(section: msgspec.Struct, prefix: str, flags: Mapping[str, str]) -> 
     return found
 
 
-def _flat(table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def flat(table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Values of nested tables, by dotted key."""
     for key, value in table.items():
         if isinstance(value, Mapping):
-            yield from ((f"{key}.{below}", held) for below, held in _flat(value))
+            yield from ((f"{key}.{below}", held) for below, held in flat(value))
         else:
             yield key, value
 
