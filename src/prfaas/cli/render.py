@@ -50,7 +50,7 @@ def render() -> None:
     "addresses",
     multiple=True,
     metavar="CLUSTER=HOST:PORT",
-    help="Address of a pd cluster's service gateway-members, for other clusters; for each.",
+    help="Address of a pd cluster's service gateway-members-external; for each pd cluster.",
 )
 @click.option(
     "--gateway-name",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from prfaas.launch.kubernetes.options import NetworkKind
 from prfaas.launch.kubernetes.pod_places import NAMESPACE
 from prfaas.launch.kubernetes.pods import Manifest
 
@@ -47,8 +48,10 @@ def overlay(
     }
 
 
-def namespace() -> Manifest:
-    """Pods that break the strictest rules of Kubernetes are refused."""
-    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
+def namespace(network: NetworkKind) -> Manifest:
+    """Pods that break the strictest rules of Kubernetes are refused. Pods in the network of their
+    host break one of them."""
+    rules = "restricted" if network == "pod" else "privileged"
+    labels = {"pod-security.kubernetes.io/enforce": rules}
     metadata = {"name": NAMESPACE, "labels": labels}
     return {"apiVersion": "v1", "kind": "Namespace", "metadata": metadata}

@@ -10,7 +10,7 @@ from prfaas.config.address import Address
 from prfaas.launch.kubernetes import gateways, members
 from prfaas.launch.kubernetes.options import EVERYWHERE, RenderOptions
 from prfaas.launch.kubernetes.pod_places import DATA_PORT, GATEWAY_PORT, KVD_PORT, NODE_PORT
-from prfaas.launch.kubernetes.pods import APP, COMPONENT_LABEL, Manifest, labels
+from prfaas.launch.kubernetes.pods import APP, Manifest, labels
 
 
 class Flow(NamedTuple):
@@ -131,6 +131,3 @@ def _policy(
             "egress": egress,
         },
     }
-
-
-__all__ = ["COMPONENT_LABEL", "FLOWS", "Flow", "network_policies"]

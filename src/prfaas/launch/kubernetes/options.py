@@ -11,6 +11,7 @@ import msgspec
 
 from prfaas.config import Deployment
 from prfaas.config.address import Address, parse_address
+from prfaas.config.deployment import Cluster
 from prfaas.errors import InputError
 from prfaas.security.peers import is_host_name
 
@@ -99,18 +100,15 @@ def parse_instances(values: Sequence[str], deployment: Deployment) -> Deployment
         if not (text.isascii() and text.isdigit() and 0 < int(text) <= 10_000):
             raise InputError(f"{text!r} is not a number of instances", where=where, fix="give N")
         counts[cluster] = int(text)
-    changed = [
-        msgspec.structs.replace(
-            cluster,
-            gpus=counts[cluster.name] * cluster.gpus_per_instance,
-            prefill=None,
-            decode=None,
-        )
-        if cluster.name in counts
-        else cluster
-        for cluster in deployment.clusters
-    ]
-    return msgspec.structs.replace(deployment, clusters=changed)
+
+    def changed(cluster: Cluster) -> Cluster:
+        if cluster.name not in counts:
+            return cluster
+        gpus = counts[cluster.name] * cluster.gpus_per_instance
+        return msgspec.structs.replace(cluster, gpus=gpus, prefill=None, decode=None)
+
+    clusters = [changed(cluster) for cluster in deployment.clusters]
+    return msgspec.structs.replace(deployment, clusters=clusters)
 
 
 def parse_networks(values: Sequence[str]) -> tuple[str, ...]:

@@ -35,7 +35,7 @@ def render_deployment(
     deployment, engines, files = in_pods(plan, options, memory)
     services = list_services(deployment, engines, options, files)
     rendered = {
-        cluster.name: render_cluster(cluster, services, deployment, engines, options, files)
+        cluster.name: render_cluster(cluster, services, deployment, engines, options)
         for cluster in deployment.clusters
     }
     try:

@@ -54,7 +54,10 @@ def list_services(
     for host in list_hosts(deployment):
         place = pod_place(host, engines, options)
         kvd = kvd_service(host, engines, place, HOST_FILE)
-        found += [kvd, engine_service(host, engines, place, HOST_FILE)]
+        engine = engine_service(host, engines, place, HOST_FILE)
+        if engines.kind == "emulated":  # it follows a profile of the catalog
+            engine = msgspec.structs.replace(engine, files={**engine.files, **files})
+        found += [kvd, engine]
     serving = _for_gateways(deployment, options)
     texts = {DEPLOYMENT: deployment_toml(serving), **files}
     for pd in deployment.of_kind("pd"):
@@ -100,7 +103,6 @@ def render_cluster(
     deployment: Deployment,
     engines: EngineSpec,
     options: RenderOptions,
-    files: Mapping[str, str],
 ) -> Rendered:
     """The base and the overlay of one cluster. Its pods are equal, so those of the first host
     describe all."""
@@ -113,13 +115,13 @@ def render_cluster(
     pair = Pair(host, kvd, engine)
     engine_image = IMAGE if engines.kind == "emulated" else ENGINE_IMAGE
     images = (IMAGE, engine_image)
-    base: dict[str, Manifest] = {"namespace.yaml": kustomizations.namespace()}
+    base: dict[str, Manifest] = {"namespace.yaml": kustomizations.namespace(options.network)}
     base["statefulset.yaml"] = members.stateful_set(
         pair, cluster.instances, engines, images, options
     )
     base["service.yaml"] = members.headless_service(pair)
     base["poddisruptionbudget.yaml"] = members.disruption_budget(cluster.name)
-    texts = {**kvd.files, **files}
+    texts = {**kvd.files, **engine.files}
     config_maps = {members.CONFIG_MAP: sorted(texts)}
     secrets = {members.SECRET: list(kvd.secrets)}
     external: dict[str, Manifest] = {}

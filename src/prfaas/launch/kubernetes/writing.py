@@ -30,8 +30,17 @@ def write_manifests(folder: Path, rendered: Mapping[str, Rendered]) -> None:
             tree.write(f"{cluster}/{name}", text.encode())
 
 
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: object) -> bool:
+        """Manifests are read and edited by people: nothing is written as a reference."""
+        return True
+
+
 def to_yaml(manifest: Manifest) -> str:
-    return yaml.safe_dump(manifest, sort_keys=False, default_flow_style=False, width=100)
+    text: str = yaml.dump(
+        manifest, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=100
+    )
+    return text
 
 
 def _check_size(made: Rendered) -> None:
