@@ -39,6 +39,7 @@ def render_deployment(
         for cluster in deployment.clusters
     }
     try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
         if step is not None:
             rotate_keys(folder, step)
         write_manifests(folder, rendered)
