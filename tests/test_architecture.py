@@ -66,6 +66,7 @@ ROOMS = {
     "cryptography": {"security"},
     "rich": {"cli", "display", "demo"},
     "jinja2": {"text"},
+    "yaml": {"launch"},
     "llguidance": {"engine"},
     "tokenizers": {"text", "engine"},  # the engine's makes one for its own small models
 }

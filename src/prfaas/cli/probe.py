@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import http.client
+import re
 import socket
 import ssl
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
@@ -14,11 +16,16 @@ import click
 
 from prfaas.clock import MonotonicClock
 from prfaas.errors import InputError
+from prfaas.security.secret_file import read_secrets
 from prfaas.security.tls import client_context
 
 POLL_S = 0.2  # between two attempts to connect to a service that is to end
 LONGEST_S = 3600.0
 _SHOWN_BYTES = 2000  # of a response
+_METRICS_BYTES = 4 << 20
+_REQUESTS = re.compile(
+    r"^vllm:num_requests_(?:running|waiting)(?:{[^}\n]*})? ([0-9.e+]+)$", re.MULTILINE
+)
 
 
 @click.command()
@@ -30,6 +37,19 @@ _SHOWN_BYTES = 2000  # of a response
     metavar="S",
     help="Wait until no process listens at URL, for at most S seconds; no request is sent.",
 )
+@click.option(
+    "--leave-file",
+    type=click.Path(path_type=Path),
+    help="Create this file, which makes a vLLM server tell gateways that it leaves; then wait "
+    "until the metrics at URL show no request.",
+)
+@click.option(
+    "--leave-s", default=2.5, show_default=True, help="Minimum time to wait after --leave-file."
+)
+@click.option(
+    "--idle-s", default=30.0, show_default=True, help="Longest time to wait after --leave-s."
+)
+@click.option("--key-file", type=click.Path(path_type=Path), help="File with a key that opens URL.")
 @click.option("--tls-ca", metavar="FILE", help="CA certificate of the deployment.")
 @click.option("--tls-cert", metavar="FILE", help="Certificate of this host.")
 @click.option("--tls-key", metavar="FILE", help="Private key of the certificate.")
@@ -37,6 +57,10 @@ def probe(
     url: str,
     timeout_s: float,
     until_gone_s: float | None,
+    leave_file: Path | None,
+    leave_s: float,
+    idle_s: float,
+    key_file: Path | None,
     tls_ca: str | None,
     tls_cert: str | None,
     tls_key: str | None,
@@ -44,7 +68,11 @@ def probe(
     """Send GET to URL: exit code 0 for status 200, and 1 otherwise with the reason.
 
     Over mutual TLS a kvd or node answers only clients with a certificate of the deployment's CA, so
-    orchestrators run this command in the container, with the host's certificate. It sends no key.
+    orchestrators run this command in the container, with the host's certificate. It sends no key
+    without --key-file.
+
+    Two options are for the hooks that Kubernetes runs before it stops a container: a kvd waits with
+    --until-gone-s until its engine has ended, and a vLLM server leaves with --leave-file.
 
     \b
       prfaas probe http://127.0.0.1:8000/ready
@@ -52,17 +80,29 @@ def probe(
       prfaas probe https://127.0.0.1:8000/live --until-gone-s 40
     """
     at = _parse(url)
-    for value, where in ((timeout_s, "--timeout-s"), (until_gone_s, "--until-gone-s")):
-        if value is not None and not 0 < value <= LONGEST_S:
-            fix = f"give seconds from above 0 to {LONGEST_S:.0f}"
+    for value, where in (
+        (timeout_s, "--timeout-s"),
+        (until_gone_s, "--until-gone-s"),
+        (leave_s, "--leave-s"),
+        (idle_s, "--idle-s"),
+    ):
+        if value is not None and not 0 <= value <= LONGEST_S:
+            fix = f"give seconds from 0 to {LONGEST_S:.0f}"
             raise InputError(f"{value:g} is out of range", where=where, fix=fix)
     if until_gone_s is not None:
         if not wait_until_gone(at, until_gone_s):
             click.echo(f"a process still listens after {until_gone_s:g} s", err=True)
         return
-    context = _context(at, tls_ca, tls_cert, tls_key)
+    key = read_secrets(key_file)[0] if key_file is not None else None
+    service = Asked(at, timeout_s, _context(at, tls_ca, tls_cert, tls_key), key)
+    if leave_file is not None:
+        leave_file.touch()
+        time.sleep(leave_s)
+        if not wait_until_idle(service, idle_s):
+            click.echo(f"requests still run after {idle_s:g} s", err=True)
+        return
     try:
-        status, body = ask(at, timeout_s, context)
+        status, body = service.get()
     except (OSError, http.client.HTTPException) as error:
         click.echo(f"no response: {error}", err=True)
         sys.exit(1)
@@ -95,20 +135,51 @@ def _context(
     return client_context(Path(ca), Path(cert), Path(key))
 
 
-def ask(at: SplitResult, timeout_s: float, context: ssl.SSLContext | None) -> tuple[int, str]:
-    """Status and body. Raises OSError and http.client.HTTPException."""
-    host, port = at.hostname or "", at.port
-    connection = (
-        http.client.HTTPConnection(host, port, timeout=timeout_s)
-        if context is None
-        else http.client.HTTPSConnection(host, port, timeout=timeout_s, context=context)
-    )
-    try:
-        connection.request("GET", at.path or "/")
-        response = connection.getresponse()
-        return response.status, response.read(_SHOWN_BYTES).decode(errors="replace")
-    finally:
-        connection.close()
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A service, and how it is asked."""
+
+    at: SplitResult
+    timeout_s: float
+    context: ssl.SSLContext | None = None
+    key: str | None = None
+
+    def get(self, most_bytes: int = _SHOWN_BYTES) -> tuple[int, str]:
+        """Status and body. Raises OSError and http.client.HTTPException."""
+        host, port = self.at.hostname or "", self.at.port
+        connection = (
+            http.client.HTTPConnection(host, port, timeout=self.timeout_s)
+            if self.context is None
+            else http.client.HTTPSConnection(
+                host, port, timeout=self.timeout_s, context=self.context
+            )
+        )
+        try:
+            headers = {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
+            connection.request("GET", self.at.path or "/", headers=headers)
+            response = connection.getresponse()
+            return response.status, response.read(most_bytes).decode(errors="replace")
+        finally:
+            connection.close()
+
+
+def wait_until_idle(service: Asked, within_s: float) -> bool:
+    """Whether the metrics show no request, or the server has ended."""
+    clock = MonotonicClock()
+    until_s = clock.now() + within_s
+    while True:
+        try:
+            status, page = service.get(_METRICS_BYTES)
+        except ConnectionRefusedError:
+            return True
+        except (OSError, http.client.HTTPException):
+            status, page = 0, ""  # a busy process
+        counts = [float(value) for value in _REQUESTS.findall(page)]
+        if status == http.client.OK and counts and not any(counts):
+            return True
+        if clock.now() >= until_s:
+            return False
+        time.sleep(POLL_S)
 
 
 def wait_until_gone(at: SplitResult, within_s: float) -> bool:

@@ -21,14 +21,19 @@ import yaml
 
 from prfaas.launch.kubernetes.pod_places import CONFIG, RUN, SECRETS
 
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast
 PRFAAS = [sys.executable, "-m", "prfaas"]
 
 
 def read_manifests(folder: Path) -> list[dict[str, Any]]:
     """The objects of a base or an overlay."""
-    names = yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]
+    names = read_yaml(folder / "kustomization.yaml")["resources"]
     files = [folder / name for name in names if name.endswith(".yaml")]
-    return [yaml.safe_load(file.read_text()) for file in files]
+    return [read_yaml(file) for file in files]
+
+
+def read_yaml(file: Path) -> Any:
+    return yaml.load(file.read_text(), Loader=LOADER)
 
 
 @dataclass
@@ -44,7 +49,7 @@ class Pod:
 
     def prepare(self, base: Path, overlay: Path) -> None:
         """Writes the files of its volumes."""
-        made = yaml.safe_load((base / "kustomization.yaml").read_text())["configMapGenerator"]
+        made = read_yaml(base / "kustomization.yaml")["configMapGenerator"]
         config_maps = {one["name"]: one["files"] for one in made}
         for volume in self.spec["volumes"]:
             at = self.folder / volume["name"]

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import yaml
 
 from prfaas.config import Deployment, load_deployment
 from prfaas.config.address import Address
@@ -14,7 +13,7 @@ from prfaas.launch.kubernetes.options import RenderOptions, parse_instances
 from prfaas.launch.kubernetes.rendered_deployment import render_deployment
 from prfaas.launch.preparation import LaunchOptions, LaunchPlan, prepare_launch
 from prfaas.launch.services.hosts import EngineKind, EngineSpec
-from tests.launch.kubernetes.pod_processes import read_manifests
+from tests.launch.kubernetes.pod_processes import read_manifests, read_yaml
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 TWO_BY_TWO = CONFIGS / "two_by_two.toml"
@@ -83,5 +82,5 @@ def served_deployment(folder: Path, cluster: str) -> Deployment:
 
 
 def kustomization(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    found: dict[str, Any] = read_yaml(folder / "kustomization.yaml")
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import re
 import shutil
@@ -14,11 +15,12 @@ import yaml
 
 from prfaas.cli.gateway import chosen_home
 from prfaas.config.host import HostConfig, load_host_config
+from prfaas.integrations.vllm import member_access
 from prfaas.launch.kubernetes import monitoring
 from prfaas.launch.kubernetes.network_policies import FLOWS
 from prfaas.launch.kubernetes.pods import MARGIN_S, USER
 from prfaas.launch.services.hosts import EngineKind
-from tests.launch.kubernetes.pod_processes import read_manifests
+from tests.launch.kubernetes.pod_processes import LOADER, read_manifests
 from tests.launch.kubernetes.rendered import (
     CLUSTERS,
     container,
@@ -86,7 +88,7 @@ def test_kustomize_builds_every_overlay(folder: Path, tmp_path: Path) -> None:
             [kubectl, "kustomize", str(overlay)], capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stderr
-        built = list(yaml.safe_load_all(done.stdout))
+        built = list(yaml.load_all(done.stdout, Loader=LOADER))
         names = {(one["kind"], one["metadata"]["name"]) for one in built}
         assert ("StatefulSet", cluster) in names and ("Secret", "members") in names
         assert {one["metadata"].get("namespace", "prfaas") for one in built} == {"prfaas"}
@@ -232,6 +234,15 @@ def test_vllm_servers_have_our_connector_and_all_gpus(folder: Path, engine: Engi
     assert made["args"][:2] == ["serve", "/models/case-study-1t"]
     words = dict(zip(made["args"], made["args"][1:], strict=False))
     assert words["--tensor-parallel-size"] == "8" and words["--ssl-cert-reqs"] == "2"
+    assert "--enable-ssl-refresh" in made["args"]
+    module, _, name = words["--middleware"].rpartition(".")
+    assert hasattr(importlib.import_module(module), name)
+    given = {one["name"]: one.get("value") for one in made["env"]}
+    assert given[member_access.MEMBER_KEY_FILE] == "/etc/prfaas/secrets/member.key"
+    assert given[member_access.OPERATOR_KEY_FILE] == "/etc/prfaas/secrets/operator.key"
+    assert "VLLM_API_KEY" not in given  # it could not be replaced
+    hook = made["lifecycle"]["preStop"]["exec"]["command"]
+    assert hook[hook.index("--leave-file") + 1] == given[member_access.LEAVING_FILE]
     connector = yaml.safe_load(words["--kv-transfer-config"])["kv_connector_extra_config"]
     assert connector == {"kvd": "/run/prfaas/kvd.sock", "url": "https://$(POD_ADDRESS):8000"}
 

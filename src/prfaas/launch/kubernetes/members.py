@@ -6,6 +6,7 @@ import msgspec
 
 from prfaas.config.sizes import parse_bytes
 from prfaas.launch.kubernetes.options import RenderOptions
+from prfaas.launch.kubernetes.pod_places import CREDENTIALS, LEAVING_FILE
 from prfaas.launch.kubernetes.pods import (
     BASE_BYTES,
     MODELS_MOUNT,
@@ -31,6 +32,7 @@ GPU = "nvidia.com/gpu"
 ACCELERATOR_LABEL = "prfaas.io/accelerator"
 _START_S = {"kvd": 60, "emulated": 120, "hf": 3600, "vllm": 3600}  # models are loaded meanwhile
 _MODEL_BYTES = 64 << 30  # of a host that loads a model, apart from its KV
+CLOSE_S = 10.0  # for an engine to close its port after it has drained
 _SHARED_MEMORY = "16Gi"  # between the processes of vLLM
 
 
@@ -102,6 +104,7 @@ def _pod(
             images[1],
             _engine_resources(pair.host, engines, arena),
             mounts=engine_mounts,
+            **_leave_first(engine, engines),
             **exec_probes(engine, _START_S[engines.kind]),
         ),
     ]
@@ -116,13 +119,23 @@ def _pod(
     if options.network == "host":
         changes |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
     # The kvd is told to stop when the engine has ended.
-    stop_s = engine.stop_s + kvd.stop_s
+    stop_s = engine.stop_s + CLOSE_S + kvd.stop_s
     return pod(containers, CONFIG_MAP, SECRET, stop_s, volumes, **changes)
 
 
 def _wait_for_engine(engine: Service) -> list[str]:
     """The engine finishes its requests with the help of the kvd, so the kvd stops after it."""
-    return probe_command(engine, engine.live_path, "--until-gone-s", f"{engine.stop_s + 5:g}")
+    return probe_command(engine, engine.live_path, "--until-gone-s", f"{engine.stop_s + CLOSE_S:g}")
+
+
+def _leave_first(engine: Service, engines: EngineSpec) -> Manifest:
+    """`prfaas node` leaves and drains after SIGTERM. A vLLM server does so before it."""
+    if engines.kind != "vllm":
+        return {}
+    words = ["--leave-file", LEAVING_FILE, "--leave-s", f"{engine.leave_s:g}"]
+    words += ["--idle-s", f"{engine.drain_s:g}", "--key-file", CREDENTIALS.operator_key]
+    command = probe_command(engine, "/metrics", *words)
+    return {"lifecycle": {"preStop": {"exec": {"command": command}}}}
 
 
 def _engine_resources(host: Host, engines: EngineSpec, arena: int) -> Manifest:

@@ -25,6 +25,15 @@ HOST_FILE = HostFile(
     heading="# The kvd and the node of every pod of the StatefulSet. The options of the commands\n"
     "# give the pod's name and address. docs/configuration.md has every key.\n\n",
 )
+LEAVING_FILE = f"{RUN}/leaving"  # a vLLM server that is about to stop says so
+_MIDDLEWARE = "prfaas.integrations.vllm.member_access.MemberAccess"
+_VLLM_ENVIRONMENT = {
+    "PRFAAS_MEMBER_KEY_FILE": CREDENTIALS.member_key,
+    "PRFAAS_OPERATOR_KEY_FILE": CREDENTIALS.operator_key,
+    "PRFAAS_LEAVING_FILE": LEAVING_FILE,
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
 MEMBERS_SERVICE = "gateway-members"  # also leads to gateways that are not ready yet
 
 
@@ -47,7 +56,8 @@ def pod_place(host: Host, engines: EngineSpec, options: RenderOptions) -> HostPl
         credentials=CREDENTIALS,
         credentials_poll_s=CREDENTIALS_POLL_S,
         node_timeouts=NodeTimeouts(kvd_wait_s=KVD_WAIT_S),
-        engine_options=_vllm_parallel(host) if engines.kind == "vllm" else (),
+        engine_options=_vllm_options(host) if engines.kind == "vllm" else (),
+        engine_environment=_VLLM_ENVIRONMENT if engines.kind == "vllm" else {},
     )
 
 
@@ -61,5 +71,7 @@ def gateway_urls(cluster: str, options: RenderOptions) -> dict[str, str]:
     }
 
 
-def _vllm_parallel(host: Host) -> tuple[str, ...]:
-    return ("--tensor-parallel-size", str(host.gpus)) if host.gpus > 1 else ()
+def _vllm_options(host: Host) -> tuple[str, ...]:
+    """Keys and certificates that can be replaced while the server runs."""
+    parallel = ("--tensor-parallel-size", str(host.gpus)) if host.gpus > 1 else ()
+    return ("--middleware", _MIDDLEWARE, "--enable-ssl-refresh", *parallel)

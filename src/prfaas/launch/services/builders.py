@@ -108,6 +108,7 @@ def engine_service(
             service,
             program="vllm",
             words=("serve", engines.model, *vllm_options(engines, place)),
+            environment=place.engine_environment,
             live_path=_VLLM_HEALTH,
             ready_path=_VLLM_HEALTH,
         )

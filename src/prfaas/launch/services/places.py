@@ -48,6 +48,7 @@ class HostPlace(msgspec.Struct, frozen=True, kw_only=True):
     node_url: str | None = None  # at which gateways reach the engine
     advertise_node: bool = False  # whether `node_url` differs from host and port
     engine_options: tuple[str, ...] = ()  # of a vLLM server, after all others
+    engine_environment: dict[str, str] = {}  # of a vLLM server
     ssd: str | None = None  # folder of the SSD tier
     gateways: tuple[str, ...] = ()  # to register with
     credentials: Credentials | None = None
