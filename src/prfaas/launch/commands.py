@@ -27,7 +27,12 @@ from prfaas.contracts.readiness import (
 )
 from prfaas.launch.attached_process import PROGRAM
 from prfaas.launch.children import Command
-from prfaas.launch.services.builders import engine_service, gateway_service, kvd_service
+from prfaas.launch.services.builders import (
+    engine_service,
+    gateway_service,
+    kvd_service,
+    relay_service,
+)
 from prfaas.launch.services.hosts import EngineSpec, Host, list_hosts
 from prfaas.launch.services.places import HostPlace
 
@@ -133,12 +138,10 @@ def relay_command(
     kvds: Mapping[str, KvdReady],
     on_line: Callable[[str], None] | None = None,
 ) -> Command[RelayReady]:
-    arguments = ["wan", "--control", "--gbps", f"{relayed.link.gbps:g}"]
-    arguments += ["--rtt-ms", f"{relayed.link.rtt_ms:g}"]
-    for host in relayed.hosts:
-        arguments += ["--listen", "127.0.0.1:0", "--to", kvds[host.name].data]
+    targets = [kvds[host.name].data for host in relayed.hosts]
+    service = relay_service(relayed.name, relayed.link, targets)
     readiness = partial(parse_readiness, kind=RelayReady)
-    return Command(relayed.name, arguments, readiness, on_line=on_line)
+    return Command(service.name, service.words, readiness, on_line=on_line)
 
 
 def relay_addresses(ready: RelayReady, relayed: RelayedLink) -> dict[str, str]:

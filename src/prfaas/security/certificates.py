@@ -159,6 +159,17 @@ class CertificateAuthority:
         return IssuedCertificate(issued.pem, issued.key_pem)
 
 
+def certificate_carries(pem: bytes, names: Sequence[str]) -> bool:
+    """Whether a certificate is for all of these hosts."""
+    try:
+        certificate = x509.load_pem_x509_certificate(pem)
+        kind = x509.SubjectAlternativeName
+        found = certificate.extensions.get_extension_for_class(kind).value
+    except (ValueError, x509.ExtensionNotFound):
+        return not names
+    return all(_general_name(name) in found for name in names)
+
+
 def make_certificates(
     folder: Path,
     hosts: Sequence[str] = (),

@@ -87,6 +87,16 @@ def test_certificates_name_pods_and_gateways(tmp_path: Path) -> None:
         )
 
 
+def test_a_certificate_that_lacks_a_name_is_issued_again(tmp_path: Path) -> None:
+    folder = render(tmp_path, "emulated")
+    before = contents(folder, "*/overlay/secrets/*/cert.pem")
+    render(tmp_path, "emulated", certificate_names={"east": ("api.example",)})
+    after = contents(folder, "*/overlay/secrets/*/cert.pem")
+    changed = [name for name in after if after[name] != before[name]]
+    assert changed == ["east/overlay/secrets/gateway/cert.pem"]
+    assert "api.example" in names(folder / changed[0])
+
+
 def contents(folder: Path, pattern: str) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.glob(pattern))}
 

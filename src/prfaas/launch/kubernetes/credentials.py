@@ -2,6 +2,7 @@
 
     DIR/ca.pem, ca.key          the CA; ca.key stays with the operator
     DIR/keys/                   member.key, operator.key, salt.key, a key for each tenant
+    DIR/client/, operator/      what clients and operators need outside of the clusters
     DIR/CLUSTER/overlay/secrets/SECRET/     what the pods of a cluster get
 
 A second run keeps what exists. Only the owner can read the files.
@@ -19,8 +20,13 @@ from prfaas.launch.kubernetes.options import RenderOptions, RotationStep
 from prfaas.launch.kubernetes.pod_places import MEMBERS_SERVICE, NAMESPACE
 from prfaas.launch.kubernetes.rendering import Rendered, tenant_file
 from prfaas.launch.new_deployment.folder import FileTree, read_authority
+from prfaas.launch.new_deployment.host_files import CLIENT, OPERATOR
 from prfaas.launch.services.places import CA, CERT, KEY, MEMBER_KEY, OPERATOR_KEY, SALT
-from prfaas.security.certificates import CertificateAuthority, IssuedCertificate
+from prfaas.security.certificates import (
+    CertificateAuthority,
+    IssuedCertificate,
+    certificate_carries,
+)
 from prfaas.security.secret_file import read_secrets
 
 CA_KEY = "ca.key"
@@ -41,7 +47,7 @@ def write_credentials(
     for cluster, made in rendered.items():
         for secret in made.secrets:
             at = f"{cluster}/overlay/secrets/{secret}"
-            if renew or not (folder / at / CERT).is_file():
+            if renew or not _is_usable(folder / at, secret, cluster, options):
                 _write_pair(tree, at, _issue(authority, secret, cluster, options))
             for name in made.secrets[secret]:
                 if name == CA:
@@ -53,6 +59,18 @@ def write_credentials(
                 elif name in keys:
                     tree.write(f"{at}/{name}", keys[name], secret=True)
     _write_for_people(tree, authority, keys, options)
+    if renew or not (folder / OPERATOR / CERT).is_file():
+        _write_pair(tree, OPERATOR, authority.issue_client(OPERATOR, options.days))
+
+
+def _is_usable(folder: Path, secret: str, cluster: str, options: RenderOptions) -> bool:
+    """Whether a pair is there, with all names that it needs now."""
+    cert = folder / CERT
+    if not (cert.is_file() and (folder / KEY).is_file()):
+        return False
+    is_client = secret == monitoring.SECRET
+    names = [] if is_client else certificate_names(secret, cluster, options)
+    return certificate_carries(cert.read_bytes(), names)
 
 
 def _issue(
@@ -110,11 +128,11 @@ def _write_for_people(
     options: RenderOptions,
 ) -> None:
     """What clients and operators need outside of the clusters."""
-    tree.write(f"client/{CA}", authority.pem)
+    tree.write(f"{CLIENT}/{CA}", authority.pem)
     for tenant in options.tenants:
-        tree.write(f"client/{tenant_file(tenant)}", keys[tenant_file(tenant)], secret=True)
-    tree.write(f"operator/{CA}", authority.pem)
-    tree.write(f"operator/{OPERATOR_KEY}", keys[OPERATOR_KEY], secret=True)
+        tree.write(f"{CLIENT}/{tenant_file(tenant)}", keys[tenant_file(tenant)], secret=True)
+    tree.write(f"{OPERATOR}/{CA}", authority.pem)
+    tree.write(f"{OPERATOR}/{OPERATOR_KEY}", keys[OPERATOR_KEY], secret=True)
 
 
 def _write_pair(tree: FileTree, at: str, issued: IssuedCertificate) -> None:

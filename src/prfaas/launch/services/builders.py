@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 import msgspec
 
 from prfaas.config.address import parse_address
+from prfaas.config.deployment import Link
 from prfaas.config.gateway import GatewaySection, GatewayTimeouts
 from prfaas.config.write import sparse, toml
 from prfaas.launch.services.hosts import EngineSpec, Host
@@ -118,6 +119,14 @@ def engine_service(
         words = file_words("node", file.path, _changes("node", section, file.options))
     files = {} if file is None else {file.name: host_file(host, engines, place, file)}
     return msgspec.structs.replace(service, words=(*words, *engines.options), files=files)
+
+
+def relay_service(name: str, link: Link, targets: Sequence[str]) -> Service:
+    """An emulated WAN to the data ports of the kvds of a cluster."""
+    words = ["wan", "--control", "--gbps", f"{link.gbps:g}", "--rtt-ms", f"{link.rtt_ms:g}"]
+    for target in targets:
+        words += ["--listen", "127.0.0.1:0", "--to", target]
+    return Service(name=name, kind="relay", cluster=link.source, host=name, words=tuple(words))
 
 
 # limits: everything that differs between the gateways of a machine and of a cluster.
