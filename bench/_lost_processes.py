@@ -25,8 +25,8 @@ from prfaas.demo.shared import run_watched
 from prfaas.launch import commands
 from prfaas.launch.attached_process import attached_prefix
 from prfaas.launch.children import Command
-from prfaas.launch.commands import EngineSpec, Host
 from prfaas.launch.deployment import RunningDeployment, launched_gateway, launched_hosts
+from prfaas.launch.services.hosts import EngineSpec, Host, list_hosts
 from prfaas.measure.client import Target, connect
 
 START_S = 180.0  # for processes to start on a busy machine
@@ -54,7 +54,7 @@ class World:
 
     @property
     def hosts(self) -> list[Host]:
-        return commands.list_hosts(self.case.deployment)
+        return list_hosts(self.case.deployment)
 
     @property
     def cluster_of(self) -> dict[str, str]:

@@ -46,6 +46,7 @@ from prfaas.launch.attached_process import attached_prefix
 from prfaas.launch.children import Children
 from prfaas.launch.deployment import RunningDeployment, RunningHosts, launched_gateway
 from prfaas.launch.preparation import LaunchOptions, LaunchPlan, prepare_launch
+from prfaas.launch.services.hosts import Host, list_hosts
 from prfaas.measure.client import connect
 from prfaas.measure.open_loop import RequestResult, RequestTemplate, offer_load
 from prfaas.measure.prompts import PromptGenerator
@@ -118,7 +119,7 @@ def first_of_each(arrivals: Arrivals, each: int, apart_s: float) -> Arrivals:
 
 
 @contextmanager
-def fabric(hosts: Sequence[commands.Host], rate_bps: float) -> Iterator[dict[str, list[str]]]:
+def fabric(hosts: Sequence[Host], rate_bps: float) -> Iterator[dict[str, list[str]]]:
     """Host -> options of its kvd. A relay limits the kvds of prefill nodes to `rate_bps`."""
     with ExitStack() as stack:
         options: dict[str, list[str]] = {host.name: [] for host in hosts}
@@ -137,7 +138,7 @@ def fabric(hosts: Sequence[commands.Host], rate_bps: float) -> Iterator[dict[str
 async def measure(
     made: LaunchPlan, arrivals: Arrivals, each: int, apart_s: float, rounds: int, folder: Path
 ) -> list[dict[str, Any]]:
-    all_hosts = commands.list_hosts(made.deployment)
+    all_hosts = list_hosts(made.deployment)
     (link,) = made.deployment.links
     runs = []
     with fabric(all_hosts, link.gbps * 1e9) as options:

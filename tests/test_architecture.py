@@ -69,6 +69,7 @@ ROOMS = {
     "cryptography": {"security"},
     "rich": {"cli", "display", "demo"},
     "jinja2": {"text"},
+    "yaml": {"launch"},
     "llguidance": {"engine"},
     "opentelemetry": {"tracing"},
     "tokenizers": {"text", "engine"},  # the engine's makes one for its own small models

@@ -26,10 +26,10 @@ from prfaas.gateway.generation import CLUSTER_HEADER
 from prfaas.http_client.client import HttpClient, open_client
 from prfaas.launch import commands
 from prfaas.launch.attached_process import attached_prefix
-from prfaas.launch.commands import EngineSpec
 from prfaas.launch.deployment import RunningHosts, launched_hosts
 from prfaas.launch.preparation import LaunchOptions, LaunchPlan, prepare_launch
 from prfaas.launch.request_outcomes import RequestOutcome, RequestOutcomes
+from prfaas.launch.services.hosts import EngineSpec, list_hosts
 from prfaas.measure.client import Target, connect
 from prfaas.measure.open_loop import RequestTemplate
 from prfaas.security.shared_key import SharedKey
@@ -74,7 +74,7 @@ class LiveDeployment:
 
     @property
     def nodes(self) -> list[str]:
-        return [host.name for host in commands.list_hosts(self._hosts.deployment)]
+        return [host.name for host in list_hosts(self._hosts.deployment)]
 
     # What the gateway knows -----------------------------------------------------------------------
 
@@ -104,7 +104,7 @@ class LiveDeployment:
 
     async def restart(self, node: str) -> None:
         """At its old address."""
-        (host,) = [one for one in commands.list_hosts(self._hosts.deployment) if one.name == node]
+        (host,) = [one for one in list_hosts(self._hosts.deployment) if one.name == node]
         port = urlsplit(self._hosts.engine_urls[node]).port
         assert port is not None
         kvd = self._hosts.kvds[node]

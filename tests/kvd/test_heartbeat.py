@@ -109,3 +109,40 @@ async def test_a_report_that_cannot_be_made_does_not_end_the_heartbeats() -> Non
         await asyncio.gather(beating, return_exceptions=True)
     await runner.cleanup()
     assert failures.counts == {"heartbeat": 3}
+
+
+async def test_gateways_that_share_an_address_all_hear_of_the_kvd() -> None:
+    """A balancer leads each connection to the next gateway, as while one replaces the other."""
+    heard: set[tuple[str, int]] = set()
+    enough = asyncio.Event()
+
+    async def register(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        heard.add(request.transport.get_extra_info("peername"))
+        if len(heard) > 2:
+            enough.set()
+        return web.json_response({})
+
+    app = web.Application()
+    app.router.add_post("/prfaas/v1/register", register)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    host, port = runner.addresses[0][:2]
+    async with asyncio.timeout(HANG_S), open_client(SharedKey(["key"])) as http:
+        beating = asyncio.create_task(
+            heartbeat.send_heartbeats(
+                http,
+                f"http://{host}:{port}",
+                "http://kvd",
+                "home",
+                cast(Reporter, _Reporter()),
+                KvdTimeouts(heartbeat_s=0.01),
+                Failures(MonotonicClock()),
+            )
+        )
+        await enough.wait()
+        beating.cancel()
+        await asyncio.gather(beating, return_exceptions=True)
+    await runner.cleanup()

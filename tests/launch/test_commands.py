@@ -18,7 +18,7 @@ from prfaas.contracts.readiness import (
     readiness_line,
 )
 from prfaas.launch import commands
-from prfaas.launch.commands import EngineSpec
+from prfaas.launch.services.hosts import EngineSpec, list_hosts
 
 CASE_STUDY = Path(__file__).parents[2] / "configs" / "case_study.toml"
 FOLDER = Path("/run/x")
@@ -48,13 +48,13 @@ def keys_set(arguments: list[str]) -> list[str]:
 
 
 def test_a_host_for_every_instance() -> None:
-    found = commands.list_hosts(deployment())
+    found = list_hosts(deployment())
     assert [host.name for host in found] == ["prfaas-0", "pd-0", "pd-1"]
     assert [(host.accelerator, host.gpus) for host in found[:2]] == [("h200", 8), ("h20", 8)]
 
 
 def test_a_kvd_announces_its_addresses() -> None:
-    host = commands.list_hosts(deployment())[0]
+    host = list_hosts(deployment())[0]
     engines = EngineSpec("hf", "/m", "m", "1GiB", ssd_size="2GiB")
     command = commands.kvd_command(host, FOLDER, engines)
     assert command.name == "kvd-prfaas-0"
@@ -71,7 +71,7 @@ def test_a_kvd_announces_its_addresses() -> None:
 
 
 def test_engines() -> None:
-    host = commands.list_hosts(deployment())[1]
+    host = list_hosts(deployment())[1]
     emulated = EngineSpec("emulated", "m", "served", "1GiB", 512, [Path("c.toml")], Path("words"))
     arguments = list(commands.engine_command(host, FOLDER, KVDS["pd-0"], emulated).arguments)
     for name, value in (
@@ -91,7 +91,7 @@ def test_engines() -> None:
 
 
 def test_vllm_has_our_connector_and_its_own_interpreter() -> None:
-    host = commands.list_hosts(deployment())[1]
+    host = list_hosts(deployment())[1]
     engines = EngineSpec("vllm", "/falcon", "falcon", "1", python=Path("/v/python"))
     command = commands.engine_command(host, FOLDER, KVDS["pd-0"], engines, port=99)
     arguments = list(command.arguments)

@@ -19,9 +19,10 @@ from prfaas.errors import ConnectionLost, InputError
 from prfaas.http_client.client import HttpClient, open_client
 from prfaas.listening import listen, service_url
 from prfaas.security.certificates import CertificateSet, make_certificates
-from prfaas.security.reload import defer_hangup, reload_on_hangup
-from prfaas.security.tls import TlsFiles, TlsIdentity, trust_context
-from tests.waiting import HANG_S
+from prfaas.security.reload import FileWatch, defer_hangup, reloading
+from prfaas.security.shared_key import SharedKey
+from prfaas.security.tls import SERVICE_NAME, TlsFiles, TlsIdentity, trust_context
+from tests.waiting import HANG_S, wait_until
 
 CONNECT_S = 10.0
 
@@ -174,10 +175,16 @@ async def test_a_hangup_reloads_every_part_also_after_one_that_fails() -> None:
     reloaded = asyncio.Event()
 
     class Broken:
+        def files(self) -> list[Path]:
+            return []
+
         def reload(self) -> None:
             raise InputError("no such file")
 
     class Good:
+        def files(self) -> list[Path]:
+            return []
+
         def reload(self) -> None:
             reloaded.set()
 
@@ -186,12 +193,77 @@ async def test_a_hangup_reloads_every_part_also_after_one_that_fails() -> None:
         # A hang-up while the process starts neither ends it nor is it forgotten.
         defer_hangup()
         os.kill(os.getpid(), signal.SIGHUP)
-        reload_on_hangup([Broken(), None, Good()])
-        assert reloaded.is_set()
-        reloaded.clear()
-        os.kill(os.getpid(), signal.SIGHUP)
-        async with asyncio.timeout(HANG_S):
+        async with asyncio.timeout(HANG_S), reloading([Broken(), None, Good()]):
+            assert reloaded.is_set()
+            reloaded.clear()
+            os.kill(os.getpid(), signal.SIGHUP)
             await reloaded.wait()
     finally:
         asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
         signal.signal(signal.SIGHUP, before)
+
+
+async def test_a_changed_file_is_read_again_without_a_signal(tmp_path: Path) -> None:
+    """As where a Secret is mounted: another folder takes the place of the files."""
+    first, second = tmp_path / "..1", tmp_path / "..2"
+    for number, folder in enumerate((first, second)):
+        folder.mkdir()
+        (folder / "member.key").write_text(f"{number}" * 16 + "\n")
+    data = tmp_path / "..data"
+    data.symlink_to(first.name)
+    file = tmp_path / "member.key"
+    file.symlink_to("..data/member.key")
+    key = SharedKey.read(file)
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        async with reloading([key], poll_s=0.01):
+            other = tmp_path / "..new"
+            other.symlink_to(second.name)
+            other.replace(data)
+            await asyncio.to_thread(wait_until, lambda: key.sent == "1" * 16)
+    finally:
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_watch_sees_each_change_once(tmp_path: Path) -> None:
+    file = tmp_path / "operator.key"
+    file.write_text("a" * 16)
+    watch = FileWatch([SharedKey.read(file)])
+    assert watch.has_changed()  # it may have changed since the process has read it
+    assert not watch.has_changed()
+    file.write_text("b" * 16)
+    assert [watch.has_changed(), watch.has_changed()] == [True, False]
+    file.unlink()
+    assert [watch.has_changed(), watch.has_changed()] == [True, False]
+
+
+async def test_a_server_may_be_known_by_the_name_of_its_service(tmp_path: Path) -> None:
+    """Addresses of pods are in no certificate."""
+    made = make_certificates(tmp_path / "made")
+    tls = TlsFiles(made.ca, made.server, made.server_key, made.client, made.client_key)
+    by_host, by_name = TlsIdentity(tls), TlsIdentity(tls, SERVICE_NAME)
+
+    async def hello(_: web.Request) -> web.Response:
+        return web.Response(text="hello")
+
+    app = web.Application()
+    app.router.add_get("/", hello)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    listening = listen("127.0.0.2", 0)
+    await web.SockSite(runner, listening, ssl_context=by_name.member_http()).start()
+    url = service_url(listening, tls=True)
+    try:
+        async with open_client(tls=by_host.client) as http:
+            with pytest.raises(ConnectionLost, match="127.0.0.2"):
+                await http.request("GET", f"{url}/", timeout_s=HANG_S)
+        for name, answers in ((SERVICE_NAME, True), ("another.name", False)):
+            async with open_client(tls=by_name.client, server_name=name) as http:
+                if answers:
+                    assert await http.request("GET", f"{url}/", timeout_s=HANG_S) == b"hello"
+                else:
+                    with pytest.raises(ConnectionLost, match="another.name"):
+                        await http.request("GET", f"{url}/", timeout_s=HANG_S)
+    finally:
+        await runner.cleanup()

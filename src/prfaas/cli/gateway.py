@@ -163,13 +163,6 @@ def chosen_home(deployment: Deployment, name: str | None) -> ClusterId | None:
             fix="add [[gateways]] with the URL of each pd cluster's gateway, or leave --cluster "
             "out: then one gateway serves all",
         )
-    if deployment.gateways and not any(cluster.nodes for cluster in deployment.clusters):
-        raise InputError(
-            "no cluster lists its nodes, and the gateways need one list of kvds to agree on which "
-            "of them plans",
-            where="clusters",
-            fix="list the nodes of at least one cluster as [[clusters.nodes]]",
-        )
     return ClusterId(name)
 
 

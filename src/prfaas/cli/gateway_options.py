@@ -69,6 +69,7 @@ def load_options(
         member=member,
         salt_secret=salt,
         insecure=insecure,
+        key_files=[file, *(folder / key.file for key in section.keys if key.file is not None)],
     )
     if section.console and credentials.locked and credentials.operator is None:
         raise InputError(

@@ -34,7 +34,6 @@ from prfaas.launch.new_deployment.answers import (
 )
 from prfaas.launch.new_deployment.deployment_file import catalog_files
 from prfaas.launch.new_deployment.host_files import (
-    MODEL_FOLDER,
     HostSummary,
     copy_certificate_command,
     request_command,
@@ -42,6 +41,7 @@ from prfaas.launch.new_deployment.host_files import (
     summarise_host,
 )
 from prfaas.launch.preparation import EMULATED_BLOCK_TOKENS
+from prfaas.launch.services.places import MODEL_FOLDER
 
 _PORTS = Ports()
 _FILE = click.Path(path_type=Path)

@@ -161,6 +161,7 @@ def _options(section: KvdSection) -> KvdOptions:
         connections=section.connections,
         workers=section.workers,
         otlp_endpoint=section.otlp_endpoint,
+        credentials_poll_s=section.credentials_poll_s,
     )
 
 

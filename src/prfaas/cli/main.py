@@ -29,6 +29,8 @@ COMMANDS = {
     "doctor": "Check a path that is to carry KV, or whether two engines can hand over.",
     "wan": "Relay a TCP port with the rate, delay, jitter and failures of a WAN.",
     "init": "Write the files of a deployment: host files, keys, certificates; print its commands.",
+    "render": "Write Kubernetes manifests of a deployment, with keys and certificates.",
+    "probe": "Ask a service whether it is alive or ready, as orchestrators do.",
     "certs": "Make a test CA and certificates for mutual TLS.",
     "model": "Make a small model with random weights; nothing is downloaded.",
     "soak": "Serve traffic while a fault strikes every few seconds, and check every answer.",

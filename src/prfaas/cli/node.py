@@ -174,6 +174,7 @@ def node(
         section.timeouts,
         keep_answers=section.keep_answers,
         otlp_endpoint=section.otlp_endpoint,
+        credentials_poll_s=section.credentials_poll_s,
     )
     credentials = NodeCredentials(
         read_key(section.member_key_file),

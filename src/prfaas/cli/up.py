@@ -23,7 +23,6 @@ from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import InputError, PeerError
 from prfaas.launch.attached_process import attached_prefix
 from prfaas.launch.children import ChildDied
-from prfaas.launch.commands import EngineKind
 from prfaas.launch.deployment import RunningDeployment, launched_gateway, launched_hosts
 from prfaas.launch.preparation import (
     CACHE,
@@ -36,6 +35,7 @@ from prfaas.launch.preparation import (
     tiny_deployment,
 )
 from prfaas.launch.request_outcomes import RequestOutcomes
+from prfaas.launch.services.hosts import EngineKind
 from prfaas.studies.simulation_cases import BASELINES
 
 REFRESH_S = 1.0  # between two updates of the table

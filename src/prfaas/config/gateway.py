@@ -159,6 +159,9 @@ class GatewaySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Largest request body in 10^6 bytes. One million token ids take about 8 MB of JSON."""
     max_bodies_mb: Amount = 1024.0
     """Bodies of all requests in flight together, in 10^6 bytes."""
+    credentials_poll_s: AmountOrZero = 0.0
+    """Interval at which the files of keys and certificates are checked, and read again where they
+    have changed; 0: only SIGHUP makes the process read them again."""
     tls: TlsSection = TlsSection()
     timeouts: GatewayTimeouts = GatewayTimeouts()
 

@@ -97,6 +97,9 @@ class KvdSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     http://localhost:4318; needs the extra `otel` ([tracing.md](tracing.md)). The default is that of
     the variable OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT, if one is set.
     """
+    credentials_poll_s: AmountOrZero = 0.0
+    """Interval at which the files of keys and certificates are checked, and read again where they
+    have changed; 0: only SIGHUP makes the process read them again."""
     tls: TlsSection = TlsSection()
     timeouts: KvdTimeouts = KvdTimeouts()
 
@@ -129,6 +132,9 @@ class NodeTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Gateways also copy hot prefixes away meanwhile. SIGINT skips it."""
     event_poll_s: Amount = 30.0
     """Duration of one long poll for the kvd's cache events."""
+    kvd_wait_s: AmountOrZero = 0.0
+    """Time at the start in which the node waits for the kvd at `kvd_socket`, as where both are
+    started together."""
 
 
 class NodeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -194,6 +200,9 @@ class NodeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     http://localhost:4318; needs the extra `otel` ([tracing.md](tracing.md)). A kvd
     that the node starts sends its spans there, too. The default is that of the variable
     OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT, if one is set."""
+    credentials_poll_s: AmountOrZero = 0.0
+    """Interval at which the files of keys and certificates are checked, and read again where they
+    have changed; 0: only SIGHUP makes the process read them again."""
     tls: TlsSection = TlsSection()
     emulated: EmulatedSection = EmulatedSection()
     timeouts: NodeTimeouts = NodeTimeouts()

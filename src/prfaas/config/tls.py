@@ -23,6 +23,10 @@ class TlsSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Certificate for calls to members, where `cert` may be used for listening only."""
     client_key: str | None = None
     """Private key of `client_cert`."""
+    server_name: str | None = None
+    """Name that the certificates of members and gateways must carry when this service calls them
+    over HTTPS, instead of the host of their URL: `kvd.prfaas` where addresses change, as those of
+    pods do. Every certificate of `prfaas init` and `prfaas render` carries that name."""
 
 
 PATHS = ("ca", "cert", "key", "client_cert", "client_key")  # keys whose value is a path

@@ -22,9 +22,10 @@ from prfaas.demo.shared import RelayReader
 from prfaas.demo.small_case import Array, first_tokens_s
 from prfaas.engine.emulated.pace import Scales
 from prfaas.gateway.generation import CLUSTER_HEADER
-from prfaas.launch.commands import EngineSpec, relayed_links
+from prfaas.launch.commands import relayed_links
 from prfaas.launch.deployment import RunningHosts, launched_gateway
 from prfaas.launch.preparation import LaunchOptions, prepare_launch
+from prfaas.launch.services.hosts import EngineSpec
 from prfaas.measure.client import connect
 from prfaas.measure.open_loop import RequestResult, RequestTemplate, offer_load
 from prfaas.measure.prompts import PromptGenerator

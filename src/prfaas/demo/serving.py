@@ -17,7 +17,7 @@ from prfaas.config import Deployment
 from prfaas.demo.shared import Check, RelayReader, run_watched, with_policy
 from prfaas.errors import PeerError
 from prfaas.launch.attached_process import attached_prefix
-from prfaas.launch.commands import list_hosts, relayed_links
+from prfaas.launch.commands import relayed_links
 from prfaas.launch.deployment import RunningDeployment, launched_gateway, launched_hosts
 from prfaas.launch.preparation import (
     CACHE,
@@ -27,6 +27,7 @@ from prfaas.launch.preparation import (
     tiny_deployment,
 )
 from prfaas.launch.request_outcomes import RequestOutcome, RequestOutcomes
+from prfaas.launch.services.hosts import list_hosts
 from prfaas.measure.client import Target, TimedResponse, connect
 from prfaas.measure.open_loop import RequestTemplate
 from prfaas.measure.prompts import PromptGenerator, PromptPart

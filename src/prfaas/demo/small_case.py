@@ -26,9 +26,10 @@ from prfaas.demo.disturbance import Counters, Disturbance, disturbance
 from prfaas.demo.shared import RelayReader
 from prfaas.engine.emulated.pace import Scales
 from prfaas.launch.children import Child
-from prfaas.launch.commands import EngineSpec, relayed_links
+from prfaas.launch.commands import relayed_links
 from prfaas.launch.deployment import RunningDeployment, RunningHosts, launched_gateway
 from prfaas.launch.preparation import LaunchOptions, LaunchPlan, Wan, prepare_launch
+from prfaas.launch.services.hosts import EngineSpec
 from prfaas.launch.step_timing import step_timing
 from prfaas.measure.client import TIMED_OUT, connect
 from prfaas.measure.open_loop import RequestResult, RequestTemplate, offer_load

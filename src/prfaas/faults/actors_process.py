@@ -17,7 +17,7 @@ from prfaas.faults.credentials import HOSTILE_TENANT
 from prfaas.faults.deployment import FaultDeployment
 from prfaas.launch.attached_process import PROGRAM
 from prfaas.launch.children import Child, Children, Command
-from prfaas.launch.commands import list_hosts
+from prfaas.launch.services.hosts import list_hosts
 
 NAME = "actors"
 START_S = 60.0  # for imports on a busy machine

@@ -36,9 +36,9 @@ from prfaas.faults.worker_processes import name_workers
 from prfaas.http_client.client import HttpClient, open_client
 from prfaas.launch import commands
 from prfaas.launch.children import Child, Command
-from prfaas.launch.commands import EngineSpec, Host
 from prfaas.launch.deployment import RunningHosts, launched_hosts
 from prfaas.launch.request_outcomes import RequestOutcomes
+from prfaas.launch.services.hosts import EngineSpec, Host, list_hosts
 from prfaas.measure.client import CONNECT_S, Target
 from prfaas.security.shared_key import SharedKey, bearer
 
@@ -102,7 +102,7 @@ class FaultDeployment:
     @property
     def names(self) -> list[str]:
         """Names of the nodes."""
-        return [host.name for host in commands.list_hosts(self.deployment)]
+        return [host.name for host in list_hosts(self.deployment)]
 
     def child(self, name: str) -> Child[Any]:
         return self._children.named(name)
@@ -257,7 +257,7 @@ async def launched_fault_deployment(
     ):
         running = commands.with_nodes(deployment, hosts.engine_urls, hosts.kvds, hosts.relays)
         restarts: dict[str, Command[Any]] = {}
-        for host in commands.list_hosts(deployment):
+        for host in list_hosts(deployment):
             restarts |= _restart_commands(host, hosts, engines)
         on_line = partial(_read_line, outcomes)
         gateways = await start_gateways(running, hosts.children, folder, on_line, say)

@@ -196,10 +196,13 @@ async def running(
                 ) from None
         timeouts = deployment.gateway.timeouts
         tls = options.tls.client if options.tls is not None else None
+        name = options.tls.server_name if options.tls is not None else None
         http = await stack.enter_async_context(
-            open_client(options.member_key, timeouts.connect_s, tls)
+            open_client(options.member_key, timeouts.connect_s, tls, name)
         )
-        strangers = await stack.enter_async_context(open_client(None, timeouts.connect_s, tls))
+        strangers = await stack.enter_async_context(
+            open_client(None, timeouts.connect_s, tls, name)
+        )
         # Ends last, before the connections close: the parts that end earlier still start calls.
         # Long enough for a transfer that is being opened, and then for its abort.
         end_s = timeouts.open_s + timeouts.kvd_call_s

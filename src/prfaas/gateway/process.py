@@ -40,7 +40,7 @@ from prfaas.gateway.tenants import Tenants
 from prfaas.listening import listen, service_url
 from prfaas.planner.network.problem import NetworkProblem
 from prfaas.planner.problem import Problem
-from prfaas.security.reload import reload_on_hangup
+from prfaas.security.reload import reloading
 from prfaas.security.tls import TlsIdentity
 from prfaas.service.descriptors import raise_descriptor_limit
 from prfaas.service.probes import add_probes
@@ -85,9 +85,12 @@ async def run_gateway(
     stopping.handle_signals()
     clock = MonotonicClock()
     tenants = Tenants(deployment.gateway, lambda: options.credentials.tenants)
-    reload_on_hangup([options.credentials, options.backend.member_key, options.tls])
+    credentials = [options.credentials, options.backend.member_key, options.tls]
     with listen(deployment.gateway.host, deployment.gateway.port) as listening:
-        async with running(deployment, problem, options.backend, clock, tenants) as backend:
+        async with (
+            reloading(credentials, deployment.gateway.credentials_poll_s),
+            running(deployment, problem, options.backend, clock, tenants) as backend,
+        ):
             scenes = backend.scenes if deployment.gateway.console else None
             async with serving(
                 deployment, backend, options, clock, listening, stopping, tenants, scenes

@@ -84,11 +84,14 @@ class HttpClient:
         key: SharedKey | None = None,
         connect_s: float = CONNECT_S,
         tls: ClientTls | None = None,
+        server_name: str | None = None,
     ) -> None:
-        """Every request carries `key` as its bearer token."""
+        """Every request carries `key` as its bearer token. `server_name`: the name that a server's
+        certificate must carry, instead of the host of the URL."""
         self._key = key
         self._connect_s = connect_s
         self._tls = tls
+        self._server_name = server_name
         self._pools: dict[str, ConnectionPool] = {}
 
     async def request_json(
@@ -141,7 +144,9 @@ class HttpClient:
         if pool is None:
             if len(self._pools) >= _POOLS:
                 self._pools = {at: known for at, known in self._pools.items() if known.in_use}
-            pool = self._pools[root] = ConnectionPool(root, self._tls, self._connect_s)
+            pool = self._pools[root] = ConnectionPool(
+                root, self._tls, self._connect_s, self._server_name
+            )
         head = f"{method} {target} HTTP/1.1\r\n{pool.headers}"
         if self._key is not None:
             head += self._key.header
@@ -172,10 +177,13 @@ class HttpClient:
 
 @asynccontextmanager
 async def open_client(
-    key: SharedKey | None = None, connect_s: float = CONNECT_S, tls: ClientTls | None = None
+    key: SharedKey | None = None,
+    connect_s: float = CONNECT_S,
+    tls: ClientTls | None = None,
+    server_name: str | None = None,
 ) -> AsyncIterator[HttpClient]:
     """A client whose connections are closed at the end of the block."""
-    client = HttpClient(key, connect_s, tls)
+    client = HttpClient(key, connect_s, tls, server_name)
     try:
         yield client
     finally:

@@ -24,9 +24,14 @@ ClientTls: TypeAlias = Callable[[], ssl.SSLContext]
 
 class ConnectionPool:
     def __init__(
-        self, url: str, tls: ClientTls | None = None, connect_s: float = CONNECT_S
+        self,
+        url: str,
+        tls: ClientTls | None = None,
+        connect_s: float = CONNECT_S,
+        server_name: str | None = None,
     ) -> None:
-        """`tls` makes the context for https; without it, the system's CAs are trusted."""
+        """`tls` makes the context for https; without it, the system's CAs are trusted.
+        `server_name`: the name that the certificate must carry, instead of the URL's host."""
         try:
             parts = urlsplit(url)
             port = parts.port
@@ -41,6 +46,7 @@ class ConnectionPool:
         self._tls: ClientTls | None = None
         if parts.scheme == "https":
             self._tls = tls or ssl.create_default_context
+        self._server_name = server_name if tls is not None and self._tls is not None else None
         self._idle: list[Connection] = []
         self._open: set[Connection] = set()
         self.heard_s = -math.inf  # when bytes last arrived, on any connection
@@ -77,6 +83,7 @@ class ConnectionPool:
                 self._host,
                 self._port,
                 ssl=None if self._tls is None else self._tls(),
+                server_hostname=self._server_name,
             )
         return connection
 

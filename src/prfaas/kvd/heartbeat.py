@@ -39,6 +39,9 @@ async def send_heartbeats(
         nonlocal registered
         body = msgspec.json.encode(Heartbeat(kvd_url, cluster, reporter.report()))
         problem = ""
+        # Several gateways may share an address, as while one replaces the other: each connection
+        # may lead to another of them, and all have to know this kvd.
+        http.close_idle(url)
         try:
             await http.request(
                 "POST", url, timeout_s=timeouts.gateway_call_s, body=body, max_bytes=_RESPONSE_BYTES

@@ -37,7 +37,7 @@ from prfaas.lateness import LatenessMonitor
 from prfaas.listening import listen, reachable
 from prfaas.security.exposure import Protection, is_loopback, refuse_exposure
 from prfaas.security.peers import PeerRules
-from prfaas.security.reload import reload_on_hangup
+from prfaas.security.reload import reloading
 from prfaas.security.shared_key import SharedKey
 from prfaas.security.tls import SERVICE_NAME, TlsIdentity
 from prfaas.service.descriptors import raise_descriptor_limit
@@ -81,6 +81,7 @@ class KvdOptions:
     connections: int | None = _DEFAULTS.connections  # per peer; None: as many as workers, or more
     workers: int | None = _DEFAULTS.workers  # None: by the number of cores
     otlp_endpoint: str | None = None  # None: the environment's, if it has one
+    credentials_poll_s: float = _DEFAULTS.credentials_poll_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +101,11 @@ async def serve_kvd(options: KvdOptions, report: Callable[[RunningKvd], None]) -
     raise_descriptor_limit()
     stopping = Stopping()
     stopping.handle_signals()
-    reload_on_hangup([options.member_key, options.operator_key, options.tls])
-    async with run_kvd(options, stopping=stopping) as kvd:
+    credentials = [options.member_key, options.operator_key, options.tls]
+    async with (
+        reloading(credentials, options.credentials_poll_s),
+        run_kvd(options, stopping=stopping) as kvd,
+    ):
         report(kvd)
         await stopping.wait_until_left(options.timeouts.leave_s)
         await kvd.drain.run(options.timeouts.drain_s)
@@ -166,7 +170,11 @@ async def run_kvd(
         reporter = Reporter(store, incoming, outgoing, engines, links, listener, lateness)
         # Other kvds and the gateways of this kvd's configuration: both may see the member key.
         http = await stack.enter_async_context(
-            open_client(options.member_key, tls=tls.client if tls else None)
+            open_client(
+                options.member_key,
+                tls=tls.client if tls else None,
+                server_name=tls.server_name if tls else None,
+            )
         )
         stopping = stopping or Stopping()
         api = HttpApi(store, incoming, outgoing, reporter, http, peers, stopping, clock, recorder)

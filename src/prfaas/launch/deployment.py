@@ -23,7 +23,7 @@ from prfaas.contracts.readiness import KvdReady
 from prfaas.http_client.client import HttpClient, open_client
 from prfaas.launch import commands
 from prfaas.launch.children import Children
-from prfaas.launch.commands import EngineSpec, Host
+from prfaas.launch.services.hosts import EngineSpec, Host, list_hosts
 
 READY_S = 300.0  # for the gateway to use every node; the engines have started by then
 POLL_S = 0.2  # between two polls of the gateway's state
@@ -91,7 +91,7 @@ async def launched_hosts(
 
     `say` is called with what is being started, `on_line` with every line of the relays.
     `environment` is added to that of every process, gateways included."""
-    hosts = commands.list_hosts(deployment)
+    hosts = list_hosts(deployment)
     async with Children(folder, prefix, environment) as children:
         say(f"{len(hosts)} kvds")
         started = await children.start_all(
@@ -198,7 +198,7 @@ async def _reset_role(http: HttpClient, kvd_url: str) -> None:
 
 async def _wait_until_all_in_use(live: RunningDeployment) -> None:
     """Waits until every gateway uses every node."""
-    nodes = len(commands.list_hosts(live.deployment))
+    nodes = len(list_hosts(live.deployment))
     dying = asyncio.create_task(live.hosts.children.until_one_dies())
     try:
         async with asyncio.timeout(READY_S):

@@ -39,15 +39,10 @@ from prfaas.errors import InputError
 from prfaas.kvspec import KVSpec
 from prfaas.launch.attached_process import attached_prefix
 from prfaas.launch.children import ChildDied
-from prfaas.launch.commands import (
-    ENGINE_ENVIRONMENT,
-    VLLM_MAX_TOKENS,
-    EngineKind,
-    EngineSpec,
-    Host,
-)
+from prfaas.launch.commands import ENGINE_ENVIRONMENT, VLLM_MAX_TOKENS
 from prfaas.launch.deployment import single_engine
 from prfaas.launch.scaling import scaled_catalog, scaled_deployment
+from prfaas.launch.services.hosts import EngineKind, EngineSpec, Host
 from prfaas.planner import baselines
 from prfaas.studies.network_plans import NetworkStudy
 from prfaas.studies.problem_files import Study

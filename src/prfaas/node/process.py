@@ -6,9 +6,11 @@ import asyncio
 import mmap
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from aiohttp import web
 
@@ -27,7 +29,7 @@ from prfaas.node.metrics import NodeMetrics
 from prfaas.node.request_reader import NodeModel
 from prfaas.node.request_runner import open_request_runner
 from prfaas.node.server import NodeApi
-from prfaas.security.reload import reload_on_hangup
+from prfaas.security.reload import reloading
 from prfaas.security.shared_key import SharedKey
 from prfaas.security.tls import TlsIdentity
 from prfaas.service.descriptors import raise_descriptor_limit
@@ -36,6 +38,7 @@ from prfaas.text import ModelTokenizer
 from prfaas.tracing.otlp import chosen_exporter
 from prfaas.tracing.recorder import SpanRecorder
 
+KVD_POLL_S = 0.1  # between two attempts to reach a kvd that starts beside the node
 PREPARE_S = 10.0  # for a device to register the first pages of the kvd's arena: a second is usual
 
 
@@ -46,6 +49,10 @@ class KvdAddress:
     socket: str
     url: str | None = None
     process_id: int | None = None  # of a kvd that this node has started
+
+    def files(self) -> Sequence[Path]:
+        """The kvd has files of its own."""
+        return ()
 
     def reload(self) -> None:
         """Makes the node's own kvd read its credentials again."""
@@ -67,6 +74,7 @@ class NodeSettings:
     insecure: bool = False
     keep_answers: bool = True
     otlp_endpoint: str | None = None  # None: the environment's, if it has one
+    credentials_poll_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +105,6 @@ async def run_node(
         credentials.operator_key,
         credentials.tls,
     )
-    reload_on_hangup([member_key, operator_key, tls, kvd])
     listening = listen(settings.host, settings.port)
     url = settings.advertise or service_url(listening, tls=tls is not None)
     block_tokens = engine.compat.block_tokens
@@ -105,7 +112,11 @@ async def run_node(
     translator = EventTranslator(engine.spec, block_tokens)
     async with AsyncExitStack() as stack:
         stack.callback(listening.close)
+        await stack.enter_async_context(
+            reloading([member_key, operator_key, tls, kvd], settings.credentials_poll_s)
+        )
         keeps = settings.keep_answers
+        await _wait_for_kvd(kvd.socket, settings.timeouts.kvd_wait_s, stopping)
         client = stack.enter_context(_client(engine, kvd, url, keeps_answers=keeps))
         await _prepare_memory(engine, client)
         publisher = await stack.enter_async_context(
@@ -145,13 +156,28 @@ async def run_node(
         await web.SockSite(runner, listening, ssl_context=context).start()
         if kvd.url is not None:
             http = await stack.enter_async_context(
-                open_client(member_key, tls=tls.client if tls is not None else None)
+                open_client(
+                    member_key,
+                    tls=tls.client if tls is not None else None,
+                    server_name=tls.server_name if tls is not None else None,
+                )
             )
             follower = EventFollower(http, kvd.url, settings.timeouts.event_poll_s)
             await stack.enter_async_context(_running(follower.follow(translator, publisher)))
         report(url)
         await stopping.wait_until_left(settings.timeouts.leave_s)
         await request_runner.drain(settings.timeouts.drain_s)
+
+
+async def _wait_for_kvd(path: str, wait_s: float, stopping: Stopping) -> None:
+    """Returns when a process listens on the socket, or the time is up."""
+    clock = MonotonicClock()
+    until_s = clock.now() + wait_s
+    while clock.now() < until_s and not stopping.begun:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            if probe.connect_ex(path) == 0:
+                return
+        await asyncio.sleep(KVD_POLL_S)
 
 
 async def _prepare_memory(engine: Engine, client: KvdClient) -> None:

@@ -125,11 +125,15 @@ class CertificateAuthority:
         return self._own.key_pem
 
     def issue(
-        self, host: str, days: int, now: datetime.datetime | None = None
+        self,
+        host: str,
+        days: int,
+        now: datetime.datetime | None = None,
+        more: Sequence[str] = (),
     ) -> IssuedCertificate:
-        """A certificate for a host as server and as client. Clients accept it for `host` and for
-        ALWAYS_HOSTS. It does not outlive the CA."""
-        names = [_general_name(name) for name in dict.fromkeys((host, *ALWAYS_HOSTS))]
+        """A certificate for a host as server and as client. Clients accept it for `host`, for its
+        `more` names and for ALWAYS_HOSTS. It does not outlive the CA."""
+        names = [_general_name(name) for name in dict.fromkeys((host, *more, *ALWAYS_HOSTS))]
         usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         return self._issue(f"prfaas {host}"[:64], usages, names, days, now)
 
@@ -153,6 +157,17 @@ class CertificateAuthority:
         not_after = min(wanted, self._own.certificate.not_valid_after_utc)
         issued = _issue(self._own, common_name, usages, names, (now - _CLOCK_SKEW, not_after))
         return IssuedCertificate(issued.pem, issued.key_pem)
+
+
+def certificate_carries(pem: bytes, names: Sequence[str]) -> bool:
+    """Whether a certificate is for all of these hosts."""
+    try:
+        certificate = x509.load_pem_x509_certificate(pem)
+        kind = x509.SubjectAlternativeName
+        found = certificate.extensions.get_extension_for_class(kind).value
+    except (ValueError, x509.ExtensionNotFound):
+        return not names
+    return all(_general_name(name) in found for name in names)
 
 
 def make_certificates(

@@ -45,6 +45,9 @@ class SharedKey:
         """The key that this process sends."""
         return self._keys[0]
 
+    def files(self) -> Sequence[Path]:
+        return () if self._file is None else (self._file,)
+
     def reload(self) -> None:
         """Raises InputError, and keeps its keys, when the file does not hold a key."""
         if self._file is not None:

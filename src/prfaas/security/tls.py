@@ -8,6 +8,7 @@ are opened elsewhere.
 from __future__ import annotations
 
 import ssl
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,9 +62,17 @@ class TlsIdentity:
     """The certificates of one process. `reload` reads the files again: new connections use the new
     certificates and the new CA, open connections go on."""
 
-    def __init__(self, files: TlsFiles) -> None:
+    def __init__(self, files: TlsFiles, server_name: str | None = None) -> None:
+        """`server_name`: the name that certificates of HTTP servers must carry, instead of the host
+        of their URL."""
         self._files = files
+        self.server_name = server_name
         self.reload()
+
+    def files(self) -> Sequence[Path]:
+        """All files that `reload` reads."""
+        files = self._files
+        return (files.ca, files.cert, files.key, files.client_cert, files.client_key)
 
     def reload(self) -> None:
         """Raises InputError, and keeps everything, when a file is wrong."""
@@ -116,7 +125,8 @@ def load_identity(section: TlsSection, where: str, folder: Path = Path()) -> Tls
                 folder / section.key,
                 folder / (section.client_cert or section.cert),
                 folder / (section.client_key or section.key),
-            )
+            ),
+            section.server_name,
         )
     if section != TlsSection():
         raise InputError(

@@ -31,6 +31,18 @@ def test_kvds_of_no_list_do_not_count() -> None:
     assert has_majority(["http://x", "http://a", "http://b"], URLS)
 
 
+def test_more_than_half_of_the_stated_kvds_are_needed_where_none_is_listed() -> None:
+    """Whichever kvds a gateway knows: two gateways that know different ones never both plan."""
+    stated = 5
+    urls = [f"http://{n}" for n in range(stated)]
+    known = [set(some) for size in range(6) for some in combinations(urls, size)]
+    enough = [some for some in known if has_majority(some, some, stated)]
+    assert enough and all(a & b for a in enough for b in enough)
+    assert not has_majority(urls[:2], urls[:4], 4)  # exactly half
+    assert not has_majority(urls[:3], urls, 2 * stated)
+    assert not has_majority(urls[:2], urls, 2)  # more have come than are stated
+
+
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize("restarts", [False, True])
 def test_never_two_gateways_plan_at_once(seed: int, restarts: bool) -> None:

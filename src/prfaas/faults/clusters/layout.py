@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Literal
 
 from prfaas.config import Deployment
-from prfaas.launch.commands import list_hosts
+from prfaas.launch.services.hosts import list_hosts
 
 
 class Layout:

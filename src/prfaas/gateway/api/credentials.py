@@ -11,6 +11,7 @@ import hmac
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 
@@ -85,8 +86,10 @@ class GatewayCredentials:
         member: SharedKey | None = None,
         salt_secret: bytes | None = None,
         insecure: bool = False,
+        key_files: Sequence[Path] = (),
     ) -> None:
-        """`tenant_keys` reads the keys, now and on `reload`. `member` is reloaded by its owner.
+        """`tenant_keys` reads the keys, now and on `reload`, from `key_files`. `member` is reloaded
+        by its owner.
         Without a `salt_secret` this process has its own."""
         self._read_tenant_keys = tenant_keys
         self._keyring = Keyring(tenant_keys())
@@ -94,6 +97,7 @@ class GatewayCredentials:
         self._member = member
         self._salt_secret = salt_secret or secrets.token_bytes(_SALT_BYTES)
         self._insecure = insecure
+        self._key_files = key_files
 
     @property
     def locked(self) -> bool:
@@ -109,6 +113,10 @@ class GatewayCredentials:
     def tenants(self) -> frozenset[str]:
         """The tenants that have keys now. Without keys there is one, without a name."""
         return self._keyring.tenants
+
+    def files(self) -> Sequence[Path]:
+        operator = () if self._operator is None else self._operator.files()
+        return (*self._key_files, *operator)
 
     def reload(self) -> None:
         keyring = Keyring(self._read_tenant_keys())

@@ -36,6 +36,14 @@ from prfaas.supervision import repeat
 from prfaas.types import ClusterId, NodeId
 
 
+def stated_kvds(deployment: Deployment) -> int:
+    """How many kvds elect the gateway that plans, where the file does not list them: one for each
+    instance. 0: the file lists those that do."""
+    if any(cluster.nodes for cluster in deployment.clusters):
+        return 0
+    return sum(cluster.instances for cluster in deployment.clusters)
+
+
 class Federation:
     def __init__(
         self,
@@ -57,7 +65,12 @@ class Federation:
             deployment.gateways, own, http, clock, fleet.failures, late_since, rules
         )
         self._election = Election(
-            self._instance, self._kvd_urls, self._claim, clock, self.peers.highest_epoch
+            self._instance,
+            self._kvd_urls,
+            self._claim,
+            clock,
+            self.peers.highest_epoch,
+            stated_kvds(deployment),
         )
         self._rows = TrafficRows()
         fleet.work.share_with(self._others_at)
@@ -119,10 +132,11 @@ class Federation:
         return self.peers.others_at(node, self._clock.now())
 
     def _kvd_urls(self) -> Sequence[str]:
-        """Those of the deployment file, which all gateways read; where it names none, those that
-        have registered."""
+        """Those of the deployment file, which all gateways read; where it lists none, those that
+        have registered, and of a kvd that has moved its new address."""
         members = list(self._fleet.members)
-        return [m.kvd_url for m in members if m.listed] or [m.kvd_url for m in members]
+        listed = [m.kvd_url for m in members if m.listed]
+        return listed or [m.kvd_url for m in members if not m.has_duplicate_name]
 
     async def _claim(self, url: str, claim: ClaimPlanning) -> PlanningLease:
         return await KvdClient(self._http, url, self._fleet.timeouts).claim_planning(claim)

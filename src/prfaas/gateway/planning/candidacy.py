@@ -29,11 +29,17 @@ MARGIN_S = 0.25
 _MOST_DOUBLINGS = 3  # of the wait before a claim
 
 
-def has_majority(granted: Collection[str], all_urls: Collection[str]) -> bool:
+def has_majority(granted: Collection[str], all_urls: Collection[str], stated: int = 0) -> bool:
     """Whether these kvds are more than half of all; of exactly half, whether the kvd with the
-    smallest URL is among them. Two sets with a majority have a kvd in common."""
+    smallest URL is among them. Two sets with a majority have a kvd in common.
+
+    `stated`: the deployment file does not list the kvds, but says that they are so many. Gateways
+    may know different ones of them then, so more than half of that number is needed, whichever this
+    gateway knows, and exactly half is not enough."""
     everywhere = set(all_urls)
     having = everywhere.intersection(granted)
+    if stated:
+        return 2 * len(having) > max(stated, len(everywhere))
     if not having or 2 * len(having) != len(everywhere):
         return 2 * len(having) > len(everywhere)
     return min(everywhere) in having
@@ -49,8 +55,10 @@ class _Heard:
 
 
 class Candidacy:
-    def __init__(self, instance: str) -> None:
+    def __init__(self, instance: str, stated: int = 0) -> None:
+        """`stated`: see `has_majority`."""
         self.instance = instance
+        self._stated = stated
         self.epoch = 0  # with which this gateway plans, or has planned last
         self.highest_epoch = 0  # heard of anywhere
         self._urls: tuple[str, ...] = ()  # of all kvds
@@ -69,7 +77,7 @@ class Candidacy:
         self._random = random.Random(instance)
 
     def plans(self, now_s: float) -> bool:
-        return self._won and has_majority(self._held(now_s), self._urls)
+        return self._won and has_majority(self._held(now_s), self._urls, self._stated)
 
     def begin_round(self, now_s: float, urls: Collection[str], seen_epoch: int) -> ClaimPlanning:
         """The claim that all kvds are sent. `seen_epoch` is the highest that this gateway has heard
@@ -104,7 +112,7 @@ class Candidacy:
         until_s = sent_s + min(claim.lease_s, lease.left_s)
         self._until_s[url] = max(until_s, self._until_s.get(url, until_s))
         self._granted.add(url)
-        if has_majority(self._granted & self._held(now_s), self._urls):
+        if has_majority(self._granted & self._held(now_s), self._urls, self._stated):
             self.epoch = self._claimed
             self._won, self._failed_claims = True, 0
 
@@ -146,9 +154,9 @@ class Candidacy:
             if heard.until_s > now_s and heard.gateway != self.instance:
                 held_by.setdefault(heard.gateway, set()).add(url)
         free = self._answered.difference(*held_by.values())
-        if any(has_majority(urls, self._urls) for urls in held_by.values()):
+        if any(has_majority(urls, self._urls, self._stated) for urls in held_by.values()):
             self._failed_claims = 0  # the candidates are no longer in each other's way
-        if self._won or self._ended or not has_majority(free, self._urls):
+        if self._won or self._ended or not has_majority(free, self._urls, self._stated):
             self._claim_at_s = None
         elif self._claim_at_s is None:
             most_s = RENEW_S * 2 ** min(self._failed_claims, _MOST_DOUBLINGS)

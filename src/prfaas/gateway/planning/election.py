@@ -26,12 +26,15 @@ class Election:
         claim: Callable[[str, ClaimPlanning], Awaitable[PlanningLease]],
         clock: Clock,
         seen_epoch: Callable[[], int],
+        stated: int = 0,
     ) -> None:
+        """`stated`: the number of kvds where the deployment file lists none of them
+        (`candidacy.has_majority`)."""
         self._kvd_urls = kvd_urls
         self._claim = claim
         self._clock = clock
         self._seen_epoch = seen_epoch
-        self._candidacy = Candidacy(instance)
+        self._candidacy = Candidacy(instance, stated)
         self._calls: dict[str, asyncio.Task[None]] = {}  # by kvd; one at a time
         self._planned = False
 

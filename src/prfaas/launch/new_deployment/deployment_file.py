@@ -24,7 +24,8 @@ from prfaas.config.deployment import (
 from prfaas.config.gateway import GatewaySection
 from prfaas.errors import InputError
 from prfaas.launch.new_deployment.answers import Answers, ClusterHosts, Hardware
-from prfaas.launch.new_deployment.host_files import MODEL_FOLDER, gateway_section
+from prfaas.launch.new_deployment.host_files import gateway_section
+from prfaas.launch.services.places import MODEL_FOLDER
 
 # The workload of the paper's section 4.1, shortened for models with a shorter context. The gateway
 # plans for it until it has observed traffic.

@@ -26,19 +26,13 @@ from prfaas.errors import InputError
 from prfaas.launch.new_deployment.answers import Answers, Instance, folder_name, with_host
 from prfaas.launch.new_deployment.deployment_file import catalog_files, finish_deployment
 from prfaas.launch.new_deployment.host_files import (
-    CA,
-    CERT,
     CLIENT,
-    DEPLOYMENT,
-    KEY,
-    MEMBER_KEY,
     OPERATOR,
-    OPERATOR_KEY,
-    SALT,
     host_file,
     host_file_name,
     tenant_key_file,
 )
+from prfaas.launch.services.places import CA, CERT, DEPLOYMENT, KEY, MEMBER_KEY, OPERATOR_KEY, SALT
 from prfaas.security.certificates import CertificateAuthority, IssuedCertificate
 
 ANSWERS = "init.json"
@@ -66,7 +60,7 @@ def write_deployment(folder: Path, answers: Answers, designed: Deployment, *, fo
     unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        tree = _Tree(unfinished)
+        tree = FileTree(unfinished)
         tree.write(CA, authority.pem)
         tree.write(_CA_KEY, authority.key_pem, secret=True)
         tree.write(ANSWERS, _encode(answers))
@@ -104,9 +98,9 @@ def add_host(folder: Path, cluster: str, host: str) -> tuple[Answers, Instance]:
     at = f"hosts/{folder_name(host)}"
     gateway = folder / "hosts" / folder_name(answers.gateway)
     try:
-        tree = _Tree(folder)
+        tree = FileTree(folder)
         if not (folder / at / CERT).exists():
-            authority = _read_authority(folder)
+            authority = read_authority(folder)
             keys = ((gateway / name).read_bytes() for name in (MEMBER_KEY, OPERATOR_KEY))
             issued = authority.issue(host, answers.days)
             _write_credentials(tree, at, authority, issued, _SharedKeys(*keys))
@@ -123,8 +117,8 @@ def renew_certificates(folder: Path) -> Answers:
     stay as they are. Raises InputError."""
     answers = read_answers(folder)
     try:
-        authority = _read_authority(folder)
-        tree = _Tree(folder)
+        authority = read_authority(folder)
+        tree = FileTree(folder)
         for host in answers.hosts:
             _write_pair(tree, f"hosts/{folder_name(host)}", authority.issue(host, answers.days))
         _write_pair(tree, OPERATOR, authority.issue_client(OPERATOR, answers.days))
@@ -133,7 +127,7 @@ def renew_certificates(folder: Path) -> Answers:
     return answers
 
 
-def _read_authority(folder: Path) -> CertificateAuthority:
+def read_authority(folder: Path) -> CertificateAuthority:
     ca, key = (folder / CA).read_bytes(), (folder / _CA_KEY).read_bytes()
     try:
         return CertificateAuthority.parse(ca, key)
@@ -195,7 +189,7 @@ def _put_in_place(made: Path, folder: Path) -> None:
 
 
 def _write_credentials(
-    tree: _Tree,
+    tree: FileTree,
     at: str,
     authority: CertificateAuthority,
     issued: IssuedCertificate,
@@ -210,13 +204,13 @@ def _write_credentials(
         tree.write(f"{at}/{MEMBER_KEY}", keys.member, secret=True)
 
 
-def _write_pair(tree: _Tree, at: str, issued: IssuedCertificate) -> None:
+def _write_pair(tree: FileTree, at: str, issued: IssuedCertificate) -> None:
     tree.write(f"{at}/{KEY}", issued.key_pem, secret=True)
     tree.write(f"{at}/{CERT}", issued.pem)
 
 
 def _write_instance(
-    tree: _Tree, at: str, answers: Answers, instance: Instance, catalogs: Mapping[str, Path]
+    tree: FileTree, at: str, answers: Answers, instance: Instance, catalogs: Mapping[str, Path]
 ) -> None:
     tree.write(f"{at}/{host_file_name(instance)}", host_file(answers, instance).encode())
     for name, source in catalogs.items():
@@ -231,7 +225,7 @@ def _new_key() -> bytes:
     return f"{secrets.token_hex(_KEY_BYTES)}\n".encode()
 
 
-class _Tree:
+class FileTree:
     """Files below one folder."""
 
     def __init__(self, root: Path) -> None:

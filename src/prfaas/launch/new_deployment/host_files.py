@@ -9,23 +9,36 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
 from prfaas.config.address import Address
-from prfaas.config.gateway import ApiKey, GatewaySection
-from prfaas.config.host import EmulatedSection, HostConfig, KvdSection, NodeSection
-from prfaas.config.tls import TlsSection
-from prfaas.config.write import sparse, toml
+from prfaas.config.gateway import GatewaySection
 from prfaas.launch.new_deployment.answers import Answers, Instance, folder_name
+from prfaas.launch.services import sections
+from prfaas.launch.services.builders import (
+    HostFile,
+    engine_service,
+    gateway_service,
+    kvd_service,
+)
+from prfaas.launch.services.hosts import EngineSpec, Host
+from prfaas.launch.services.places import (
+    CA,
+    CERT,
+    DEPLOYMENT,
+    KEY,
+    MEMBER_KEY,
+    OPERATOR_KEY,
+    SALT,
+    HostPlace,
+    credentials_in,
+)
+from prfaas.launch.services.service import Service
 
-CA, CERT, KEY = "ca.pem", "cert.pem", "key.pem"
-MEMBER_KEY, OPERATOR_KEY, SALT = "member.key", "operator.key", "salt.key"
-DEPLOYMENT = "deployment.toml"
 CLIENT, OPERATOR = "client", "operator"  # folders for people
-MODEL_FOLDER = "model"  # of the gateway: the model's configuration and tokenizer
-TLS = TlsSection(ca=CA, cert=CERT, key=KEY)
-_CERT_REQUIRED = "2"  # ssl.CERT_REQUIRED, as vLLM takes it
+_CREDENTIALS = credentials_in()
 
 
 class HostCommand(msgspec.Struct, frozen=True):
@@ -50,65 +63,63 @@ def host_file_name(instance: Instance) -> str:
 
 def host_file(answers: Answers, instance: Instance) -> str:
     """The host file of one instance."""
-    lines = [
-        f"# Instance {instance.name} of cluster {instance.cluster} on {instance.host}.",
-        "# Paths are relative to this file. docs/configuration.md has every key.",
-        "",
-    ]
-    return "\n".join(lines) + "\n" + toml(sparse(_host_config(answers, instance)))
+    return _kvd(answers, instance).files[host_file_name(instance)]
 
 
-def _host_config(answers: Answers, instance: Instance) -> HostConfig:
+def _kvd(answers: Answers, instance: Instance) -> Service:
+    host, place = _host(answers, instance), _place(answers, instance)
+    return kvd_service(host, _engines(answers), place, _file(instance))
+
+
+def _engine(answers: Answers, instance: Instance) -> Service:
+    host, place = _host(answers, instance), _place(answers, instance)
+    return engine_service(host, _engines(answers), place, _file(instance))
+
+
+def _file(instance: Instance) -> HostFile:
+    heading = (
+        f"# Instance {instance.name} of cluster {instance.cluster} on {instance.host}.\n"
+        "# Paths are relative to this file. docs/configuration.md has every key.\n\n"
+    )
+    return HostFile(host_file_name(instance), heading=heading)
+
+
+def _host(answers: Answers, instance: Instance) -> Host:
+    hardware = answers.cluster(instance.cluster).hardware
+    accelerator, gpus = (hardware.accelerator, hardware.gpus) if hardware else ("", 0)
+    return Host(instance.name, instance.cluster, accelerator, gpus)
+
+
+def _engines(answers: Answers) -> EngineSpec:
+    return EngineSpec(
+        answers.engine,
+        answers.model,
+        answers.name,
+        answers.memory,
+        answers.block_tokens,
+        [Path(name) for name in answers.catalogs],
+    )
+
+
+def _place(answers: Answers, instance: Instance) -> HostPlace:
     listen = answers.listen_host(instance.host)
     differs = listen != instance.host
-    data, http = answers.data_address(instance), answers.kvd_address(instance)
-    node = answers.node_address(instance)
-    socket = _socket(instance)
-    return HostConfig(
-        kvd=KvdSection(
-            socket=socket,
-            listen=str(Address(listen, data.port)),
-            http=str(Address(listen, http.port)),
-            memory=answers.memory,
-            node=instance.name,
-            advertise=instance.host if differs else None,
-            cluster=instance.cluster,
-            gateways=[answers.gateway_url],
-            member_key_file=MEMBER_KEY,
-            operator_key_file=OPERATOR_KEY,
-            tls=TLS,
-        ),
-        node=NodeSection()
-        if answers.engine == "vllm"
-        else NodeSection(
-            engine=answers.engine,
-            model=answers.model,
-            name=answers.name,
-            host=listen,
-            port=node.port,
-            advertise=f"https://{node}" if differs else None,
-            kvd_socket=socket,
-            kvd_url=f"https://{http}",
-            member_key_file=MEMBER_KEY,
-            operator_key_file=OPERATOR_KEY,
-            block_tokens=answers.block_tokens,
-            tls=TLS,
-            emulated=_emulated(answers, instance),
-        ),
+    http, node = answers.kvd_address(instance), answers.node_address(instance)
+    return HostPlace(
+        name=instance.name,
+        socket=f"kvd{instance.suffix}.sock",
+        events=f"vllm{instance.suffix}.events",
+        kvd_listen=str(Address(listen, answers.data_address(instance).port)),
+        kvd_http=str(Address(listen, http.port)),
+        advertise=instance.host if differs else None,
+        kvd_url=f"https://{http}",
+        node_host=listen,
+        node_port=node.port,
+        node_url=f"https://{node}",
+        advertise_node=differs,
+        gateways=(answers.gateway_url,),
+        credentials=_CREDENTIALS,
     )
-
-
-def _emulated(answers: Answers, instance: Instance) -> EmulatedSection:
-    hardware = answers.cluster(instance.cluster).hardware
-    if answers.engine != "emulated" or hardware is None:
-        return EmulatedSection()
-    return EmulatedSection(
-        accelerator=hardware.accelerator, gpus=hardware.gpus, catalog=answers.catalogs
-    )
-
-
-def _socket(instance: Instance) -> str:
-    return f"kvd{instance.suffix}.sock"
 
 
 def tenant_key_file(answers: Answers, tenant: str) -> str:
@@ -117,16 +128,13 @@ def tenant_key_file(answers: Answers, tenant: str) -> str:
 
 def gateway_section(answers: Answers, base: GatewaySection) -> GatewaySection:
     """`base` with the address, the keys and the certificates of this deployment."""
-    return msgspec.structs.replace(
+    return sections.gateway_section(
         base,
-        host=answers.listen_host(answers.gateway),
-        port=answers.ports.gateway,
-        keys=[ApiKey(file=tenant_key_file(answers, one), tenant=one) for one in answers.tenants],
-        operator_key_file=OPERATOR_KEY,
-        member_key_file=MEMBER_KEY,
-        salt_file=SALT,
-        insecure=False,
-        tls=TLS,
+        answers.listen_host(answers.gateway),
+        answers.ports.gateway,
+        _CREDENTIALS,
+        {tenant: tenant_key_file(answers, tenant) for tenant in answers.tenants},
+        SALT,
     )
 
 
@@ -134,14 +142,15 @@ def gateway_section(answers: Answers, base: GatewaySection) -> GatewaySection:
 
 
 def instance_commands(answers: Answers, instance: Instance) -> list[HostCommand]:
-    file = host_file_name(instance)
-    node = f"prfaas node --config {file}"
+    node = _line(_engine(answers, instance))
     if answers.engine == "vllm":
-        node = _vllm_command(answers, instance)
+        # vLLM takes its API key from the environment: every user of the host can read a command
+        # line.
+        node = f'VLLM_API_KEY="$(head -n 1 {MEMBER_KEY})" {node}'
     return [
         HostCommand(
             "kvd",
-            f"prfaas kvd --config {file}",
+            _line(_kvd(answers, instance)),
             instance.name,
             f"https://{answers.kvd_address(instance)}",
         ),
@@ -162,9 +171,7 @@ def summarise_host(
         for command in instance_commands(answers, one)
     ]
     if host == answers.gateway and list(instances) == answers.instances:
-        commands.append(
-            HostCommand("gateway", f"prfaas gateway {DEPLOYMENT}", url=answers.gateway_url)
-        )
+        commands.append(HostCommand("gateway", _line(_gateway(answers)), url=answers.gateway_url))
     at = f"{folder}/hosts/{folder_name(host)}"
     copy = shlex.join(["scp", "-rp", at, _copied(host)])
     new = [host_file_name(one) for one in instances if one.host == host]
@@ -208,25 +215,9 @@ def _curl(at: str, key_file: str, url: str) -> str:
     return f"curl -g --cacert {shlex.quote(f'{at}/{CA}')} -H {key} {shlex.quote(url)}"
 
 
-def _vllm_command(answers: Answers, instance: Instance) -> str:
-    """vLLM takes its API key from the environment: every user of the host can read a command
-    line."""
-    node = answers.node_address(instance)
-    connector = {
-        "kv_connector": "PrfaasConnector",
-        "kv_connector_module_path": "prfaas.integrations.vllm",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"kvd": _socket(instance), "url": f"https://{node}"},
-    }
-    events = {
-        "enable_kv_cache_events": True,
-        "publisher": "zmq",
-        "endpoint": f"ipc://vllm{instance.suffix}.events",
-    }
-    words = ["vllm", "serve", answers.model, "--served-model-name", answers.name]
-    words += ["--host", answers.listen_host(instance.host), "--port", str(node.port)]
-    words += ["--ssl-ca-certs", CA, "--ssl-certfile", CERT, "--ssl-keyfile", KEY]
-    words += ["--ssl-cert-reqs", _CERT_REQUIRED, "--enable-prefix-caching"]
-    words += ["--kv-transfer-config", json.dumps(connector)]
-    words += ["--kv-events-config", json.dumps(events)]
-    return f'VLLM_API_KEY="$(head -n 1 {MEMBER_KEY})" {shlex.join(words)}'
+def _gateway(answers: Answers) -> Service:
+    return gateway_service(DEPLOYMENT, gateway_section(answers, GatewaySection()))
+
+
+def _line(service: Service) -> str:
+    return shlex.join([service.program, *service.words])

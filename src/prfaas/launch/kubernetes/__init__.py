@@ -1,0 +1,1 @@
+"""Kustomize manifests of a deployment (`prfaas render kubernetes`)."""
