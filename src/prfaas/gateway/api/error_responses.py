@@ -13,6 +13,11 @@ from prfaas.errors import InputError, RequestError
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 # Characters: an error may quote the request, but not all of it.
 MAX_MESSAGE = 1000
+# Envoy does not retry a response with this header, whatever its status and the retry policy. The
+# gateway has retried what can be retried, and another gateway has the same nodes: a retry would
+# repeat the wait and the work, and a body that killed a worker here would kill one there.
+_NO_PROXY_RETRY = "X-Envoy-RateLimited"
+_RETRY_ELSEWHERE = frozenset({"shutting_down"})  # codes: another gateway can serve the request
 _MAX_PARAM = 200
 
 
@@ -30,6 +35,8 @@ def error_response(error: RequestError) -> web.Response:
     headers = {}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    if (error.status == 429 or error.status >= 500) and error.code not in _RETRY_ELSEWHERE:
+        headers[_NO_PROXY_RETRY] = "true"
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return web.Response(

@@ -83,7 +83,8 @@ class ResponseStream:
     async def stream(self, upstream: Upstream) -> web.StreamResponse:
         """Sends the stream to its end. A stream that breaks or stalls ends here as well, with the
         reason in `cut_short`."""
-        response = _Stream(headers={"Cache-Control": "no-cache"})
+        # nginx, and proxies that are made of it, buffer a response without the second header.
+        response = _Stream(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         response.content_type = "text/event-stream"
         await response.prepare(self._request)
         try:
