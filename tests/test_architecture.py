@@ -67,6 +67,11 @@ ROOMS = {
     "rich": {"cli", "display", "demo"},
     "jinja2": {"text"},
     "llguidance": {"engine"},
+    "joblib": {"studies"},
+    "cloudpickle": {"studies"},
+    "threadpoolctl": {"studies"},
+    "ray": {"studies"},
+    "distributed": {"studies"},
     "tokenizers": {"text", "engine"},  # the engine's makes one for its own small models
 }
 PURE = {"estimator", "planner", "advisor", "scheduler", "cache"}

@@ -32,6 +32,7 @@ Errors of one package are defined in the module that raises them:
     prfaas.gateway.fleet.membership.TooManyMembers     so many kvds registered that no more may
     prfaas.service.request_body.DamagedBody            a body did not arrive as it was sent
     prfaas.transport.workers.connection._Finished      the kvd needs a worker's connection no more
+    prfaas.studies.parallel.run_all.CaseFailed         a case of a study raised, or its worker died
     prfaas.launch.children.ChildDied                   a process of a deployment ended unexpectedly
     prfaas.faults.episode.CampaignFailed               a fault campaign found a broken condition
     prfaas.testing.netns.NetworkError                  the test network could not be set up
