@@ -5,6 +5,7 @@
     │   └── PeerForbidden       a request names a host that this process must not talk to
     ├── EngineError             one job could not be computed; other jobs are unharmed
     ├── StreamBroken            the engine was lost after the first token of a response
+    ├── CaseFailed              a case of a study raised an error, or its worker died
     ├── HttpError               an HTTP error response: status, code, message
     │   ├── RequestError        this process ends a client's request with it
     │   └── PeerHttpError       a peer ended this process's request with it; a PeerError, too
@@ -32,7 +33,6 @@ Errors of one package are defined in the module that raises them:
     prfaas.gateway.fleet.membership.TooManyMembers     so many kvds registered that no more may
     prfaas.service.request_body.DamagedBody            a body did not arrive as it was sent
     prfaas.transport.workers.connection._Finished      the kvd needs a worker's connection no more
-    prfaas.studies.parallel.run_all.CaseFailed         a case of a study raised, or its worker died
     prfaas.launch.children.ChildDied                   a process of a deployment ended unexpectedly
     prfaas.faults.episode.CampaignFailed               a fault campaign found a broken condition
     prfaas.testing.netns.NetworkError                  the test network could not be set up
@@ -88,6 +88,19 @@ class EngineError(PrfaasError):
 
 class StreamBroken(PrfaasError):
     """The decode engine was lost after the first token. The client receives an error event."""
+
+
+class CaseFailed(PrfaasError):
+    """A case of a study raised an error, or its worker died. `str()` names the case; `trace` is
+    what the worker was doing, where that is known."""
+
+    def __init__(self, problem: str, trace: str = "") -> None:
+        super().__init__(problem)
+        self.trace = trace
+
+    def text(self) -> str:
+        """What a command prints on stderr."""
+        return f"{self.trace}error: {self}"
 
 
 class HttpError(PrfaasError):

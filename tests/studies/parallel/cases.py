@@ -30,8 +30,6 @@ def numeric_threads(_: int) -> list[int]:
     return [pool["num_threads"] for pool in threadpool_info()]
 
 
-
-
 def bad_input(seed: int) -> int:
     if seed == 3:
         raise InputError("is 3", where="seed", fix="give another one")

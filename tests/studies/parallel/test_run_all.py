@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from prfaas.errors import InputError
-from prfaas.studies.parallel.run_all import CaseFailed, as_finished, run_all
+from prfaas.errors import CaseFailed, InputError
+from prfaas.studies.parallel.run_all import as_finished, run_all
 from prfaas.studies.parallel.workers import ClusterAddress, Workers, parse_cluster
 from tests.studies.parallel.cases import (
     bad_input,
@@ -91,10 +91,12 @@ def test_an_error_names_its_case(count: int) -> None:
         run_all(broken, SEEDS, Workers(count=count))
 
 
-def test_an_error_shows_where_the_worker_raised_it() -> None:
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_error_shows_where_it_was_raised(count: int) -> None:
     with pytest.raises(CaseFailed) as caught:
-        run_all(broken, SEEDS, TWO)
-    assert 'raise OwnError("this", "that")' in "".join(caught.value.__notes__)
+        run_all(broken, SEEDS, Workers(count=count))
+    assert 'raise OwnError("this", "that")' in caught.value.trace
+    assert caught.value.text().endswith("OwnError: this and that")
 
 
 def test_a_dead_worker_ends_the_study_and_names_its_case() -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 import math
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
-from prfaas.errors import InputError, PrfaasError
+from prfaas.errors import CaseFailed, InputError
 from prfaas.studies.parallel.clusters import connected
 from prfaas.studies.parallel.numeric_threads import one_numeric_thread
 from prfaas.studies.parallel.packed_case import (
@@ -32,10 +33,6 @@ Result = TypeVar("Result")
 
 # A worker process takes about so long to start and to import what a case needs.
 WORTH_A_PROCESS_S = 4.0
-
-
-class CaseFailed(PrfaasError):
-    """A case raised an error, or its worker died. `str()` names the case."""
 
 
 def run_all(
@@ -76,9 +73,8 @@ def as_finished(
         if outcome.input_error is not None:
             raise _named(outcome.name, outcome.input_error)
         if outcome.failure:
-            error = CaseFailed(f"the case {outcome.name!r} failed: {outcome.failure}")
-            error.add_note(f"In the worker:\n{outcome.trace}")
-            raise error
+            problem = f"the case {outcome.name!r} failed: {outcome.failure}"
+            raise CaseFailed(problem, outcome.trace)
         yield outcome.name, unpack(outcome.result)
 
 
@@ -92,8 +88,8 @@ def _run_here(
         except InputError as error:
             raise _named(name, error) from None
         except Exception as error:
-            summary = f"{type(error).__name__}: {error}"
-            raise CaseFailed(f"the case {name!r} failed: {summary}") from error
+            problem = f"the case {name!r} failed: {type(error).__name__}: {error}"
+            raise CaseFailed(problem, traceback.format_exc()) from error
         yield name, result
 
 
