@@ -81,13 +81,15 @@ def progress_bar(
     stderr after `after_s` seconds, and is removed at the end."""
     clock = clock or MonotonicClock()
     started = clock.now()
+    screen = screen or Console(stderr=True)
     progress = Progress(
         TextColumn(what),
         BarColumn(),
         TaskProgressColumn("{task.completed:.4g}/{task.total:.4g}"),
         TimeRemainingColumn(),
-        console=screen or Console(stderr=True),
+        console=screen,
         transient=True,
+        disable=not screen.is_terminal,  # else a bar leaves an empty line in a log
     )
     task = progress.add_task(what, total=total)
     running = False
