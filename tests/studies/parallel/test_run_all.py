@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from threadpoolctl import threadpool_limits
 
 from prfaas.errors import CaseFailed, InputError
 from prfaas.studies.parallel.run_all import as_finished, run_all
@@ -67,8 +68,11 @@ def test_there_may_be_no_cases() -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_numeric_libraries_have_one_thread(count: int) -> None:
-    for threads in run_all(numeric_threads, SEEDS, Workers(count=count)).values():
-        assert threads and set(threads) == {1}
+    with threadpool_limits(limits=2):
+        assert 2 in numeric_threads(0)
+        for threads in run_all(numeric_threads, SEEDS, Workers(count=count)).values():
+            assert threads and set(threads) == {1}
+        assert 2 in numeric_threads(0), "this process has its threads back"
 
 
 @pytest.mark.parametrize("count", [1, 2])
