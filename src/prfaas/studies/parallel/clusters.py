@@ -9,9 +9,11 @@ died.
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any, NamedTuple, TypeAlias
 
 from prfaas.errors import InputError
@@ -45,6 +47,13 @@ _Connect: TypeAlias = Callable[[str, bytes], Any]  # a context manager of a _Cli
 def connected(cluster: ClusterAddress, function: bytes) -> Iterator[Connection]:
     """Connects to the cluster and sends it the packed function of a study. The end of the context
     cancels the cases that still run there."""
+    if find_spec({"ray": "ray", "dask": "distributed"}[cluster.kind]) is None:
+        raise InputError(
+            f"the packages of {cluster.kind} are not installed",
+            where="--cluster",
+            fix=f"pip install 'prfaas[{cluster.kind}]'",
+        )
+    _check_reachable(cluster)
     connect: _Connect = _ray if cluster.kind == "ray" else _dask
     with connect(cluster.address, function) as client:
         if client.cores < 1:
@@ -54,6 +63,17 @@ def connected(cluster: ClusterAddress, function: bytes) -> Iterator[Connection]:
             yield Connection(calls.call, client.cores)
         finally:
             calls.close()
+
+
+def _check_reachable(cluster: ClusterAddress) -> None:
+    """Ray takes minutes to say that no process listens at an address."""
+    host, colon, port = cluster.address.rpartition("//")[2].rpartition(":")
+    if not (colon and port.isdecimal()):
+        return  # ray:auto, or an address that the cluster's own client must judge
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        raise _unusable(cluster.kind, cluster.address, str(error)) from None
 
 
 class _Calls:
@@ -93,10 +113,8 @@ class _Calls:
 
 @contextmanager
 def _ray(address: str, function: bytes) -> Iterator[_Client]:
-    try:
-        import ray
-    except ImportError:
-        raise _not_installed("ray") from None
+    import ray
+
     if ray.is_initialized():
         raise InputError(
             "this process is connected to a Ray cluster already",
@@ -124,10 +142,8 @@ def _ray(address: str, function: bytes) -> Iterator[_Client]:
 
 @contextmanager
 def _dask(address: str, function: bytes) -> Iterator[_Client]:
-    try:
-        import distributed
-    except ImportError:
-        raise _not_installed("dask") from None
+    import distributed
+
     try:
         client = distributed.Client(address, timeout=CONNECT_TIMEOUT_S, set_as_default=False)
     except (OSError, ValueError, TypeError) as error:
@@ -135,7 +151,7 @@ def _dask(address: str, function: bytes) -> Iterator[_Client]:
 
     def wait(future: Any, within_s: float) -> bool:
         try:
-            distributed.wait(future, timeout=within_s)
+            future.exception(timeout=within_s)
         except TimeoutError:
             return False
         return True
@@ -157,14 +173,6 @@ def _dask(address: str, function: bytes) -> Iterator[_Client]:
             result=lambda future: future.result(),
             cancel=lambda future: future.cancel(),
         )
-
-
-def _not_installed(kind: str) -> InputError:
-    return InputError(
-        f"the packages of {kind} are not installed",
-        where="--cluster",
-        fix=f"pip install 'prfaas[{kind}]'",
-    )
 
 
 def _unusable(kind: str, address: str, why: str, fix: str | None = None) -> InputError:
