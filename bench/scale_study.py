@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -137,10 +137,14 @@ class Setting:
         self.network = shrunk(study.network(self.deployment), scale.shrink)
         self.planner = NetworkPlanner("exact")
         self.day = RegionalDay(UTC_OFFSETS_H, TROUGH, BUSIEST_HOUR)
+        self._alone: tuple[float, NetworkProblem] | None = None
 
-    @cached_property
+    @property
     def alone(self) -> tuple[float, NetworkProblem]:
-        return alone_for_the_same_money(self.planner, self.network)
+        # A cached_property has a lock in Python 3.11, and a class with a lock cannot travel.
+        if self._alone is None:
+            self._alone = alone_for_the_same_money(self.planner, self.network)
+        return self._alone
 
     def largest(self, network: NetworkProblem, trough: float = TROUGH) -> float:
         hours = self.scale.hours if trough < 1 else self.scale.hours[:1]

@@ -60,26 +60,34 @@ def test_a_simulation_of_policies_and_baselines(prfaas: Command) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "arguments", "count"),
+    ("name", "arguments", "part"),
     [
         ("regions", ("--deployments", "3", "--seed", "2", "--seconds", "20"), "deployments"),
         ("agents", ("--sessions", "4", "--seeds", "3"), "runs"),
     ],
 )
-def test_a_benchmark(name: str, arguments: tuple[str, ...], count: str) -> None:
-    def found(workers: int) -> Any:
-        script = ROOT / "bench" / f"{name}.py"
-        done = subprocess.run(
-            [sys.executable, str(script), *arguments, "--workers", str(workers)],
-            check=False,
-            capture_output=True,
-            text=True,
-            timeout=250,
-        )
-        assert done.returncode == 0, done.stderr
-        return without_times(json.loads(done.stdout))
+def test_a_benchmark(name: str, arguments: tuple[str, ...], part: str) -> None:
+    found = same_for_all(lambda count: benchmark(name, *arguments, "--workers", str(count)))
+    assert len(found[part]) == 3
 
-    assert len(same_for_all(found)[count]) == 3
+
+@pytest.mark.grid
+@pytest.mark.timeout(900)
+def test_the_study_at_scale() -> None:
+    found = same_for_all(lambda count: benchmark("scale_study", "--quick", "--workers", str(count)))
+    assert len(found["simulated"]) == 8
+
+
+def benchmark(name: str, *arguments: str) -> Any:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "bench" / f"{name}.py"), *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    return without_times(json.loads(done.stdout))
 
 
 def without_times(value: Any) -> Any:
