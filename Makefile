@@ -10,6 +10,7 @@
 # make test-browser    the console and the reports in a real browser (needs Debian's chromium and
 #                  chromium-driver); PICTURES=docs/img renews the pictures of the documents
 # make test-envoy      the gateways behind a real Envoy, in an environment of its own
+# make test-cluster    studies on a Ray and a Dask cluster of two nodes, in its own environment
 # make test-long   the tests that need hours: make fuzz, make test-grid, make soak
 # make test-grid   the engines against transformers: all models, lengths and seeds
 # make fuzz        mutated frames through the wire format, and mutated messages to kvds, in process
@@ -45,7 +46,7 @@ VLLM_READY := $(VLLM_VENV)/.ready
 
 .PHONY: setup demo up soak agree test test-slow test-gpu test-grid test-long test-vllm bench-vllm check lint \
   types format docs dashboard bench fuzz clean test-harnesses test-clients test-browser test-envoy \
-  FORCE
+  test-cluster FORCE
 
 setup: $(READY)
 
@@ -197,6 +198,19 @@ $(ENVOY_READY): pyproject.toml constraints.txt $(if $(ENVOY_STALE),FORCE)
 test-envoy: $(ENVOY_READY)
 	$(ENVOY_VENV)/bin/python -m pytest tests/envoy
 
+# Ray and Dask are large, and only `--cluster` needs them.
+CLUSTER_VENV := .venv-cluster
+CLUSTER_READY := $(CLUSTER_VENV)/.ready
+CLUSTER_STALE := $(call stale,$(CLUSTER_VENV))
+$(CLUSTER_READY): pyproject.toml constraints.txt $(if $(CLUSTER_STALE),FORCE)
+	$(call make_venv,$(CLUSTER_VENV),$(CLUSTER_STALE))
+	$(CLUSTER_VENV)/bin/python -m pip install --quiet --constraint constraints.txt \
+	  --editable '.[ray,dask]' pytest pytest-asyncio pytest-timeout hypothesis
+	@touch $@
+
+test-cluster: $(CLUSTER_READY)
+	$(CLUSTER_VENV)/bin/python -m pytest tests/studies/parallel tests/studies/clusters
+
 # nixl is installed without its dependencies, because they include another torch.
 bench-vllm: setup $(VLLM_READY)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps nixl==1.5.1 nixl-cu12==1.5.1
@@ -247,3 +261,4 @@ fuzz: setup
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) $(BROWSER_VENV) $(ENVOY_VENV) $(HARNESSES:%=.venv-%) $(CLIENT) out
+	rm -rf $(VENV) $(VLLM_VENV) $(BROWSER_VENV) $(CLUSTER_VENV) $(HARNESSES:%=.venv-%) $(CLIENT) out

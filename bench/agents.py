@@ -22,21 +22,27 @@ from __future__ import annotations
 import json
 import statistics
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import msgspec
 import numpy as np
 
 from _agent_traffic import AgentTraffic, agent_rows, seen_share
+from prfaas.cli.workers_options import workers_options
 from prfaas.config import Deployment, load_deployment
 from prfaas.config.trace import TraceRow
+from prfaas.display.console import progress_bar, run_benchmark
 from prfaas.errors import InputError
+from prfaas.planner.problem import Problem
 from prfaas.scheduler.plan import find_optimum
 from prfaas.sim.arrivals import replay
 from prfaas.sim.config import SimConfig
 from prfaas.sim.run import simulate
+from prfaas.studies.parallel.run_all import run_all
+from prfaas.studies.parallel.workers import Workers
 from prfaas.studies.problem_files import Study
 from prfaas.studies.simulation_cases import POLICIES, Policy, cache_config, planned_for, routed_by
 
@@ -55,17 +61,29 @@ def read_deployment(*, link_back: bool) -> Deployment:
     return msgspec.structs.replace(deployment, links=[*links, *back])
 
 
-def run_seed(
-    deployment: Deployment, traffic: AgentTraffic, policy: Policy, load: float, seed: int
-) -> dict[str, Any]:
+class SeedCase(NamedTuple):
+    """The requests of one seed, on the deployment as planned for them."""
+
+    seed: int
+    load_rps: float
+    problem: Problem
+    rows: list[TraceRow]
+    lengths: dict[str, Any]
+
+
+def make_case(deployment: Deployment, traffic: AgentTraffic, load: float, seed: int) -> SeedCase:
     problem = Study(CASE_STUDY, "exact").problem(deployment)
     rows = agent_rows(traffic, 1.0, seed)
     problem = planned_for(problem, replay(rows, seed, bucket_s=BUCKET_S))
     load_rps = load * find_optimum(problem).capacity_rps
     rows = agent_rows(traffic, load_rps * traffic.sessions / len(rows), seed)
-    arrivals = replay(rows, seed, bucket_s=BUCKET_S)
+    return SeedCase(seed, load_rps, problem, rows, _lengths(rows))
+
+
+def run_seed(deployment: Deployment, policy: Policy, case: SeedCase) -> dict[str, Any]:
+    arrivals = replay(case.rows, case.seed, bucket_s=BUCKET_S)
     cache = cache_config(deployment)
-    found: dict[str, Any] = {"seed": seed, "load_rps": round(load_rps, 3), **_lengths(rows)}
+    found: dict[str, Any] = {"seed": case.seed, "load_rps": round(case.load_rps, 3), **case.lengths}
     rules = deployment.scheduler
     off = msgspec.structs.replace(rules.remainders, tokens=0)
     for name in RUNS:
@@ -73,7 +91,7 @@ def run_seed(
         if name != "remainders":
             chosen = msgspec.structs.replace(rules, remainders=off)
         base = SimConfig(cache=replace(cache, keep_answers=name != "without"), replans=True)
-        result = simulate(problem, arrivals, routed_by(policy, chosen, base))
+        result = simulate(case.problem, arrivals, routed_by(policy, chosen, base))
         measured, requests = result.measured, result.requests
         prompt = int(requests.prompt_tokens[measured].sum())
         ttft_s = requests.ttft_s[measured]
@@ -151,6 +169,7 @@ def _ratios(values: dict[str, float]) -> dict[str, float]:
     help="Longest remainder that a decode node prefills.",
 )
 @click.option("--seeds", default=3, show_default=True, type=click.IntRange(1))
+@workers_options
 @click.option("--json", "_json", is_flag=True, help="No effect: JSON is printed anyway.")
 def main(
     sessions: int,
@@ -161,6 +180,7 @@ def main(
     link_back: bool,
     remainder_tokens: int,
     seeds: int,
+    workers: Workers,
     _json: bool,
 ) -> None:
     if not 0 < load < 1:
@@ -173,10 +193,10 @@ def main(
     remainders = msgspec.structs.replace(scheduler.remainders, tokens=remainder_tokens)
     scheduler = msgspec.structs.replace(scheduler, remainders=remainders)
     deployment = msgspec.structs.replace(deployment, scheduler=scheduler)
-    runs = []
-    for seed in range(seeds):
-        runs.append(run_seed(deployment, traffic, policy, load, seed))
-        click.echo(f"seed {seed + 1} of {seeds}", err=True)
+    cases = {f"seed {seed}": make_case(deployment, traffic, load, seed) for seed in range(seeds)}
+    with progress_bar("seeds", seeds) as show:
+        found = run_all(partial(run_seed, deployment, policy), cases, workers, progress=show)
+    runs = list(found.values())
     click.echo(
         json.dumps(
             {"policy": policy, "load": load, "link_back": link_back, **report(runs), "runs": runs},
@@ -186,4 +206,4 @@ def main(
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main)

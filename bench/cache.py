@@ -8,17 +8,21 @@
 The first form prints one result. The second form replays each trace at infinite capacity and at
 25%, 10% and 5% of the working set (the peak bytes at infinite capacity), draws the figure and
 prints the table of docs/hybrid-cache.md. The third form prints hit rates at about 10% with and
-without kept answers. Capacities are in units of 10^9 bytes.
+without kept answers. Capacities are in units of 10^9 bytes. The first form measures the speed of
+the pool, too, and has one case; --workers and --cluster are for the other two.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 
@@ -31,11 +35,15 @@ from prfaas.cache.replay import ReplayResult, replay, with_answers
 from prfaas.cache.storage.arena import choose_layout
 from prfaas.cache.storage.tiers import PoolStorage
 from prfaas.catalog import Catalog
+from prfaas.cli.workers_options import workers_options
 from prfaas.config.trace import TRACE_BLOCK_TOKENS, TraceRow, read_trace
+from prfaas.display.console import progress_bar, run_benchmark
 from prfaas.errors import InputError
 from prfaas.kvd.store import ANSWER_PARTS
 from prfaas.kvspec import KVSpec
 from prfaas.planner.instance_times import prefill_profile
+from prfaas.studies.parallel.run_all import run_all
+from prfaas.studies.parallel.workers import Workers
 
 FRACTIONS = (0.25, 0.10, 0.05)
 # A rate changes with every change of the capacity, so kept answers are judged by the mean of some.
@@ -111,50 +119,110 @@ def result_json(result: ReplayResult, seconds: float) -> dict[str, object]:
     }
 
 
-def sweep(traces: Sequence[Path], model: str) -> dict[str, dict[str, dict[str, float]]]:
+class ReplayCase(NamedTuple):
+    trace: str
+    policy: str  # of POLICIES
+    capacity_bytes: float
+
+
+class Rates(NamedTuple):
+    hit_rate: float
+    ideal_hit_rate: float
+    peak_bytes: int
+
+
+Traces = Mapping[str, Sequence[TraceRow]]
+
+
+def replay_case(traces: Traces, model: str, case: ReplayCase) -> Rates:
+    rows = traces[case.trace]
+    result, _ = run_replay(rows, model, case.capacity_bytes, *POLICIES[case.policy])
+    peak_bytes = sum(result.peak_bytes_by_group.values())
+    return Rates(result.token_hit_rate, result.ideal_hit_rate, peak_bytes)
+
+
+def sweep(
+    files: Sequence[Path], model: str, workers: Workers
+) -> dict[str, dict[str, dict[str, float]]]:
     """Trace -> policy -> capacity ("inf", "25%", ...) -> token hit rate. "ideal" has only "inf"."""
+    traces = {file.name.split(".")[0]: list(read_trace(file)) for file in files}
+    run = partial(replay_case, traces, model)
+    unlimited = {
+        f"{trace}, {name}": ReplayCase(trace, name, math.inf)
+        for trace, name in itertools.product(traces, POLICIES)
+    }
+    first = next(iter(POLICIES))
+    with progress_bar("unlimited replays", len(unlimited)) as show:
+        at_most = run_all(run, unlimited, workers, progress=show)
+    working_set = {trace: at_most[f"{trace}, {first}"].peak_bytes for trace in traces}
+    limited = {
+        f"{trace}, {name}, {part:.0%}": ReplayCase(trace, name, part * working_set[trace])
+        for trace, part, name in itertools.product(traces, FRACTIONS, POLICIES)
+    }
+    with progress_bar("replays", len(limited)) as show:
+        found = run_all(run, limited, workers, progress=show)
     table: dict[str, dict[str, dict[str, float]]] = {}
     for trace in traces:
-        rows = list(read_trace(trace))
-        rates: dict[str, dict[str, float]] = {name: {} for name in POLICIES}
-        working_set = 0
-        for name, (checkpoints, evict) in POLICIES.items():
-            result, _ = run_replay(rows, model, math.inf, checkpoints, evict)
-            rates[name]["inf"] = result.token_hit_rate
-            working_set = working_set or sum(result.peak_bytes_by_group.values())
-            rates["ideal"] = {"inf": result.ideal_hit_rate}
-        for fraction in FRACTIONS:
-            for name, (checkpoints, evict) in POLICIES.items():
-                result, _ = run_replay(rows, model, fraction * working_set, checkpoints, evict)
-                rates[name][f"{fraction:.0%}"] = result.token_hit_rate
-        rates["working_set_gb"] = {"inf": working_set / 1e9}
-        table[trace.name.split(".")[0]] = rates
+        table[trace] = {
+            name: {
+                "inf": at_most[f"{trace}, {name}"].hit_rate,
+                **{
+                    f"{part:.0%}": found[f"{trace}, {name}, {part:.0%}"].hit_rate
+                    for part in FRACTIONS
+                },
+            }
+            for name in POLICIES
+        }
+        table[trace]["ideal"] = {"inf": at_most[f"{trace}, {first}"].ideal_hit_rate}
+        table[trace]["working_set_gb"] = {"inf": working_set[trace] / 1e9}
     return table
 
 
-def compare_answers(trace: Path, model: str, checkpoints: str, evict: str) -> dict[str, object]:
+class AnswersCase(NamedTuple):
+    kept: str  # name of the traffic
+    capacity_bytes: float
+
+
+def compare_answers(
+    trace: Path, model: str, checkpoints: str, evict: str, workers: Workers
+) -> dict[str, object]:
     """Token hit rates at about a tenth of the working set. `not_kept`: without pages for answers;
     `kept`: with them, and with answers; `kept_in_vain`: no answer occurs in a later prompt."""
     rows = list(read_trace(trace))
     result, _ = run_replay(rows, model, math.inf, checkpoints, evict)
     working_set = sum(result.peak_bytes_by_group.values())
-    cases = {
+    traffic = {
         "not_kept": (rows, False),
         "kept": (with_answers(rows), True),
         "kept_in_vain": (with_answers(rows, continued=False), True),
     }
+    cases = {
+        f"{name}, {part:.1%}": AnswersCase(name, part * working_set)
+        for name, part in itertools.product(traffic, ABOUT_A_TENTH)
+    }
+    run = partial(answers_case, traffic, model, checkpoints, evict)
+    with progress_bar("replays", len(cases)) as show:
+        found = run_all(run, cases, workers, progress=show)
     rates: dict[str, dict[str, float]] = {}
     kept: dict[str, int] = {}
-    for name, (replayed, answers) in cases.items():
-        rates[name] = {}
-        for part in ABOUT_A_TENTH:
-            result, _ = run_replay(
-                replayed, model, part * working_set, checkpoints, evict, answers=answers
-            )
-            rates[name][f"{part:.1%}"] = round(result.token_hit_rate, 6)
-            kept[name] = result.kept_answers
+    for name in traffic:
+        of = {f"{part:.1%}": found[f"{name}, {part:.1%}"] for part in ABOUT_A_TENTH}
+        rates[name] = {part: round(rate, 6) for part, (rate, _) in of.items()}
         rates[name]["mean"] = round(statistics.fmean(rates[name].values()), 6)
+        kept[name] = list(of.values())[-1][1]
     return {"trace": trace.name.split(".")[0], "model": model, "rates": rates, "answers": kept}
+
+
+def answers_case(
+    traffic: Mapping[str, tuple[Sequence[TraceRow], bool]],
+    model: str,
+    checkpoints: str,
+    evict: str,
+    case: AnswersCase,
+) -> tuple[float, int]:
+    rows, answers = traffic[case.kept]
+    result, _ = run_replay(rows, model, case.capacity_bytes, checkpoints, evict, answers=answers)
+    return result.token_hit_rate, result.kept_answers
 
 
 def draw(table: dict[str, dict[str, dict[str, float]]], model: str, path: Path) -> None:
@@ -217,6 +285,7 @@ def draw(table: dict[str, dict[str, dict[str, float]]], model: str, path: Path) 
     is_flag=True,
     help="Compare hit rates with and without kept answers, at about 10% of the working set.",
 )
+@workers_options
 @click.option("--json", "as_json", is_flag=True, help="No effect: JSON is printed anyway.")
 def main(
     traces: tuple[Path, ...],
@@ -226,17 +295,19 @@ def main(
     evict: str,
     plot: Path | None,
     keep_answers: bool,
+    workers: Workers,
     as_json: bool,
 ) -> None:
     try:
         if plot is not None:
-            table = sweep(traces, model)
+            table = sweep(traces, model, workers)
             draw(table, model, plot)
             print(json.dumps(table, indent=2))
             return
         for trace in traces:
             if keep_answers:
-                print(json.dumps(compare_answers(trace, model, checkpoints, evict)), flush=True)
+                found = compare_answers(trace, model, checkpoints, evict, workers)
+                print(json.dumps(found), flush=True)
                 continue
             rows = list(read_trace(trace))
             result, seconds = run_replay(
@@ -260,4 +331,4 @@ def _capacity_bytes(text: str) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main)

@@ -5,6 +5,7 @@
 
 The blocks between `<!-- begin NAME -->` and `<!-- end NAME -->` are replaced with the output of the
 commands that the page shows; figures go to img/. Prints the figures of the page's table as JSON.
+With --cluster, every machine of the cluster needs this checkout at the same path.
 """
 
 from __future__ import annotations
@@ -22,8 +23,12 @@ import click
 
 from _page_blocks import fill
 from prfaas.catalog import Catalog
+from prfaas.cli.workers_options import workers_options
 from prfaas.config import parse_deployment
+from prfaas.display.console import progress_bar, run_benchmark
 from prfaas.studies.gain_map import FINE_LINKS_GBPS, PAYS, gain_map
+from prfaas.studies.parallel.run_all import run_all
+from prfaas.studies.parallel.workers import Workers
 from prfaas.studies.problem_files import Study
 
 ROOT = Path(__file__).parents[1]
@@ -213,36 +218,53 @@ def anchor(title: str) -> str:
     return "".join(kept).replace(" ", "-")
 
 
+class Outputs(NamedTuple):
+    """What the commands of one example have printed and drawn."""
+
+    report: Report
+    picture: bytes
+    plan: str
+    simulation: str
+
+
+def run_example(example: Example) -> Outputs:
+    config = ROOT / "configs" / f"{example.config}.toml"
+    with tempfile.TemporaryDirectory() as folder:
+        report = json.loads(run([*example.plan, "--json", "--plot", folder]))
+        picture = (Path(folder) / "gain_map.png").read_bytes()
+    report["remote_only_rps"] = remote_only_rps(config)
+    mean_tokens = round(report["map"]["own"]["mean_tokens"])
+    report["pays_from_gbps"] = own_pays_from(config, mean_tokens)
+    # The page has the map as a picture, so the text is that of the plan alone. Examples run side by
+    # side, so a command has one worker.
+    simulation = run([*example.simulate, "--workers", "1"])
+    return Outputs(report, picture, run(example.plan[:-1]), simulation)
+
+
 @click.command(help=__doc__)
 @click.option(
     "--docs", default=DOCS, type=click.Path(path_type=Path), help="Folder of the documentation."
 )
-def main(docs: Path) -> None:
+@workers_options
+def main(docs: Path, workers: Workers) -> None:
+    with progress_bar("examples", len(EXAMPLES)) as show:
+        cases = {example.config: example for example in EXAMPLES}
+        found = run_all(run_example, cases, workers, progress=show)
     sections: dict[str, Sequence[str]] = {}
-    reports: dict[str, Report] = {}
+    (docs / "img").mkdir(parents=True, exist_ok=True)
     for example in EXAMPLES:
-        name, config = example.config, ROOT / "configs" / f"{example.config}.toml"
-        with tempfile.TemporaryDirectory() as folder:
-            report = json.loads(run([*example.plan, "--json", "--plot", folder]))
-            picture = (Path(folder) / "gain_map.png").read_bytes()
-        (docs / "img").mkdir(parents=True, exist_ok=True)
+        name = example.config
+        report, picture, plan, simulation = found[name]
         (docs / "img" / f"examples-{name}.png").write_bytes(picture)
-        report["remote_only_rps"] = remote_only_rps(config)
-        mean_tokens = round(report["map"]["own"]["mean_tokens"])
-        report["pays_from_gbps"] = own_pays_from(config, mean_tokens)
-        reports[name] = report
-        # The page has the map as a picture, so the text is that of the plan alone.
-        sections[f"plan {name}"] = [
-            *command([*example.plan, "--plot", "out/"]),
-            *shown(run(example.plan[:-1])),
-        ]
-        sections[f"simulate {name}"] = [*command(example.simulate), *shown(run(example.simulate))]
+        sections[f"plan {name}"] = [*command([*example.plan, "--plot", "out/"]), *shown(plan)]
+        sections[f"simulate {name}"] = [*command(example.simulate), *shown(simulation)]
         sections[f"answer {name}"] = [
             f"- {answer(report, 'homogeneous', 'as many GPUs in one cluster of the local kind')}",
             f"- {answer(report, 'equal_cost', 'the same money in one cluster of the local kind')}",
             f"- {binding(report)} {beginning(report)}",
             f"- {first_measurement(report)}",
         ]
+    reports = {name: outputs.report for name, outputs in found.items()}
     sections["summary"] = summary(reports)
     page = docs / "examples.md"
     page.write_text(fill(page.read_text(encoding="utf-8"), sections), encoding="utf-8")
@@ -251,4 +273,4 @@ def main(docs: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main)

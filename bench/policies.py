@@ -4,6 +4,7 @@
     prfaas bench policies --trace conversation.jsonl.xz --trace synthetic.jsonl.xz > out.json
     prfaas bench policies_docs out.json     # tables and figures of docs/simulator.md
     prfaas bench policies --trace FILE --tune     # the grid search for `paper`'s constants
+    prfaas bench policies --trace FILE --workers 2 --compare-workers    # the time of 2 and of 1
 
 100% load is the saturation rate under `paper` on the trace. A seed determines the window's start,
 the spread of requests inside the trace's 3 s clock buckets and the times of faults. All policies of
@@ -18,19 +19,22 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import click
 import msgspec
 import numpy as np
 from scipy.special import stdtrit
 
+from prfaas.cli.workers_options import workers_options
 from prfaas.config import Deployment, load_deployment
 from prfaas.config.deployment import PaperSection
 from prfaas.config.trace import TraceRow
+from prfaas.display.console import progress_bar, run_benchmark
 from prfaas.planner.problem import Problem
 from prfaas.scheduler.plan import find_optimum
 from prfaas.sim.arrivals import Arrivals, replay
@@ -41,6 +45,8 @@ from prfaas.sim.results.summary import summarise
 from prfaas.sim.run import simulate
 from prfaas.sim.saturation import saturated_rps
 from prfaas.sim.stress import STRESSES
+from prfaas.studies.parallel.run_all import run_all
+from prfaas.studies.parallel.workers import HERE, Workers
 from prfaas.studies.problem_files import Study
 from prfaas.studies.simulation_cases import (
     POLICIES,
@@ -109,51 +115,120 @@ class Ground:
         return routed_by(policy, self.deployment.scheduler, base or self.base)
 
 
-def prepare(deployment: Deployment, file: Path, trace: Path, window_s: float) -> Ground:
-    rows = read_requests(trace, deployment)
+class Window(NamedTuple):
+    """A seed's window of a trace: the deployment as planned for it, and its service level."""
+
+    problem: Problem
+    level: ServiceLevel
+
+
+class CalmRun(NamedTuple):
+    trace: str
+    seed: int
+    load: float
+    policy: Policy
+
+
+class StressedRun(NamedTuple):
+    """All compared policies under one stress."""
+
+    trace: str
+    seed: int
+    load: float
+    stress: str
+
+
+class TuningRun(NamedTuple):
+    trace: str
+    seed: int
+    situation: str
+    point: Mapping[str, float]
+
+
+Grounds = Mapping[str, Ground]
+Windows = Mapping[tuple[str, int], Window]
+Case = TypeVar("Case")
+Found = TypeVar("Found")
+
+
+def run_cases(
+    what: str, function: Callable[[Case], Found], cases: Mapping[str, Case], workers: Workers
+) -> dict[str, Found]:
+    with progress_bar(what, len(cases)) as show:
+        return run_all(function, cases, workers, progress=show)
+
+
+def prepare(
+    deployment: Deployment, file: Path, traces: Sequence[Path], window_s: float, workers: Workers
+) -> dict[str, Ground]:
     hardware = Study(file, "exact").problem(deployment)
     base = SimConfig(cache=cache_config(deployment), replans=True)
-    whole = replay(rows, seed=0)
-    paper = routed_by("paper", deployment.scheduler, base)
-    rps = saturated_rps(planned_for(hardware, whole), whole, paper)
-    window_s = min(window_s, LARGEST_SHARE * float(whole.at_s[-1]))
-    return Ground(deployment, hardware, rows, base, window_s, rps)
+    grounds = {}
+    for trace in traces:
+        rows = read_requests(trace, deployment)
+        whole_s = float(replay(rows, seed=0).at_s[-1])
+        window = min(window_s, LARGEST_SHARE * whole_s)
+        name = trace.name.split(".")[0]
+        grounds[name] = Ground(deployment, hardware, rows, base, window, saturated_rps=1.0)
+    rates = run_cases("saturation", saturation, grounds, workers)
+    return {name: replace(g, saturated_rps=rates[name]) for name, g in grounds.items()}
+
+
+def saturation(ground: Ground) -> float:
+    whole = replay(ground.rows, seed=0)
+    return saturated_rps(planned_for(ground.hardware, whole), whole, ground.config("paper"))
+
+
+def make_windows(grounds: Grounds, seeds: Sequence[int], workers: Workers) -> Windows:
+    cases = {
+        f"{name}, seed {seed}": (name, seed) for name, seed in itertools.product(grounds, seeds)
+    }
+    found = run_cases("service levels", partial(make_window, grounds), cases, workers)
+    return dict(zip(cases.values(), found.values(), strict=True))
+
+
+def make_window(grounds: Grounds, case: tuple[str, int]) -> Window:
+    name, seed = case
+    ground = grounds[name]
+    problem = ground.problem(seed)
+    return Window(problem, ground.service_level(problem, ground.arrivals(seed, 1.0)))
 
 
 # Runs --------------------------------------------------------------------------------------------
 
 
-def calm(
-    ground: Ground, seeds: Sequence[int], policies: Sequence[Policy] = POLICIES
-) -> Iterator[dict[str, Any]]:
-    for seed in seeds:
-        problem = ground.problem(seed)
-        level = ground.service_level(problem, ground.arrivals(seed, 1.0))
-        for load, policy in itertools.product(LOADS, policies):
-            result = simulate(problem, ground.arrivals(seed, load), ground.config(policy))
-            yield {"load": load, "seed": seed, **_row(policy, result, level)}
+def calm(grounds: Grounds, windows: Windows, case: CalmRun) -> list[dict[str, Any]]:
+    ground, window = grounds[case.trace], windows[case.trace, case.seed]
+    arrivals = ground.arrivals(case.seed, case.load)
+    result = simulate(window.problem, arrivals, ground.config(case.policy))
+    return [{"load": case.load, "seed": case.seed, **_row(case.policy, result, window.level)}]
 
 
-def stressed(
-    ground: Ground, seeds: Sequence[int], stresses: Sequence[str] = tuple(STRESSES)
-) -> Iterator[dict[str, Any]]:
-    for seed in seeds:
-        problem = ground.problem(seed)
-        usual = ground.service_level(problem, ground.arrivals(seed, 1.0))
-        for load, name in itertools.product(STRESS_LOADS, stresses):
-            calm_arrivals = ground.arrivals(seed, load)
-            rng = np.random.default_rng(seed)
-            arrivals, base = STRESSES[name](problem, calm_arrivals, ground.base, rng)
-            level = usual  # the same requests, at other times
-            if arrivals.hashes is not calm_arrivals.hashes:
-                level = ground.service_level(problem, arrivals)
-            for policy in COMPARED:
-                result = simulate(problem, arrivals, ground.config(policy, base))
-                figures = _row(policy, result, level)
-                yield {"stress": f"{name}, {load:.0%}", "seed": seed, **figures}
+def stressed(grounds: Grounds, windows: Windows, case: StressedRun) -> list[dict[str, Any]]:
+    ground, window = grounds[case.trace], windows[case.trace, case.seed]
+    calm_arrivals = ground.arrivals(case.seed, case.load)
+    rng = np.random.default_rng(case.seed)
+    arrivals, base = STRESSES[case.stress](window.problem, calm_arrivals, ground.base, rng)
+    level = window.level  # the same requests, at other times
+    if arrivals.hashes is not calm_arrivals.hashes:
+        level = ground.service_level(window.problem, arrivals)
+    rows = []
+    for policy in COMPARED:
+        result = simulate(window.problem, arrivals, ground.config(policy, base))
+        figures = _row(policy, result, level)
+        rows.append({"stress": f"{case.stress}, {case.load:.0%}", "seed": case.seed, **figures})
+    return rows
 
 
-def tune(grounds: Sequence[Ground]) -> list[dict[str, Any]]:
+def run_case(
+    grounds: Grounds, windows: Windows, case: CalmRun | StressedRun
+) -> list[dict[str, Any]]:
+    if isinstance(case, CalmRun):
+        return calm(grounds, windows, case)
+    return stressed(grounds, windows, case)
+
+
+def tune(grounds: Grounds, workers: Workers) -> list[dict[str, Any]]:
     """Runs every point of the grid, and a limit of 1 (no adjustment), on calm and stressed runs.
 
     A point's cost is the average of mean TTFT, P90 TTFT and the inverse of goodput, each over the
@@ -161,32 +236,35 @@ def tune(grounds: Sequence[Ground]) -> list[dict[str, Any]]:
     points = [dict(zip(GRID, values, strict=True)) for values in itertools.product(*GRID.values())]
     points = [{**p, "calm_wait_s": CALM_SHARE * p["surge_wait_s"]} for p in points]
     points.append({"limit": 1.0})
-    costs = np.zeros(len(points))
-    runs = 0
-    for ground, seed in itertools.product(grounds, TUNING_SEEDS):
-        problem = ground.problem(seed)
-        level = ground.service_level(problem, ground.arrivals(seed, 1.0))
-        for name, arrivals, base in _situations(ground, seed):
-            table = []
-            for point in points:
-                paper = msgspec.structs.replace(PaperSection(), **point)
-                rules = msgspec.structs.replace(ground.deployment.scheduler, paper=paper)
-                result = simulate(problem, arrivals, routed_by("paper", rules, base))
-                run = summarise(result, level)
-                table.append([run.ttft_s.mean, run.ttft_s.p90, 1 / max(run.goodput_rps, 1e-9)])
-            costs += (np.array(table) / np.min(table, axis=0)).mean(axis=1)
-            runs += 1
-            _say(f"seed {seed}: {name}")
-    ranked = sorted(zip((costs / runs).tolist(), points, strict=True), key=lambda pair: pair[0])
+    windows = make_windows(grounds, TUNING_SEEDS, workers)
+    situations = list(itertools.product(grounds, TUNING_SEEDS, (CALM, *TUNING_STRESSES)))
+    cases = {
+        f"{name}, seed {seed}, {situation}, {point}": TuningRun(name, seed, situation, point)
+        for name, seed, situation in situations
+        for point in points
+    }
+    found = run_cases("points", partial(tuning_run, grounds, windows), cases, workers)
+    table = np.array(list(found.values())).reshape(len(situations), len(points), -1)
+    costs = (table / table.min(axis=1, keepdims=True)).mean(axis=(0, 2))
+    ranked = sorted(zip(costs.tolist(), points, strict=True), key=lambda pair: pair[0])
     return [{**point, "cost": round(cost, 4)} for cost, point in ranked]
 
 
-def _situations(ground: Ground, seed: int) -> Iterator[tuple[str, Arrivals, SimConfig]]:
-    yield "95%", ground.arrivals(seed, LOADS[-1]), ground.base
-    for name in TUNING_STRESSES:
-        trouble, rng = STRESSES[name], np.random.default_rng(seed)
-        calm_arrivals = ground.arrivals(seed, STRESS_LOADS[0])
-        yield name, *trouble(ground.hardware, calm_arrivals, ground.base, rng)
+def tuning_run(grounds: Grounds, windows: Windows, case: TuningRun) -> list[float]:
+    ground, window = grounds[case.trace], windows[case.trace, case.seed]
+    paper = msgspec.structs.replace(PaperSection(), **case.point)
+    rules = msgspec.structs.replace(ground.deployment.scheduler, paper=paper)
+    arrivals, base = situation(ground, case.seed, case.situation)
+    result = simulate(window.problem, arrivals, routed_by("paper", rules, base))
+    run = summarise(result, window.level)
+    return [run.ttft_s.mean, run.ttft_s.p90, 1 / max(run.goodput_rps, 1e-9)]
+
+
+def situation(ground: Ground, seed: int, name: str) -> tuple[Arrivals, SimConfig]:
+    if name == CALM:
+        return ground.arrivals(seed, LOADS[-1]), ground.base
+    rng = np.random.default_rng(seed)
+    return STRESSES[name](ground.hardware, ground.arrivals(seed, STRESS_LOADS[0]), ground.base, rng)
 
 
 def _row(policy: str, result: Result, level: ServiceLevel) -> dict[str, Any]:
@@ -272,6 +350,85 @@ def _say(words: str) -> None:
     print(words, file=sys.stderr, flush=True)
 
 
+# The study ---------------------------------------------------------------------------------------
+
+
+class Question(NamedTuple):
+    deployment: Path
+    traces: tuple[Path, ...]
+    window_s: float
+    seeds: Sequence[int]
+    only: tuple[str, ...]
+
+
+def study(question: Question, workers: Workers) -> dict[str, Any]:
+    """The report of each trace."""
+    parts = question.only or (CALM, *STRESSES)
+    stresses = [name for name in STRESSES if name in parts]
+    policies = COMPARED if question.only else POLICIES
+    deployment = load_deployment(question.deployment)
+    grounds = prepare(deployment, question.deployment, question.traces, question.window_s, workers)
+    for name, ground in grounds.items():
+        _say(f"{name}: saturated at {ground.saturated_rps:.3f} requests/s")
+    seeds = question.seeds
+    windows = make_windows(grounds, seeds, workers)
+    cases: dict[str, CalmRun | StressedRun] = {}
+    for name in grounds:
+        for seed, load, policy in itertools.product(seeds, LOADS, policies):
+            if CALM in parts:
+                label = f"{name}, seed {seed}, {load:.0%}, {policy}"
+                cases[label] = CalmRun(name, seed, load, policy)
+        for seed, load, stress in itertools.product(seeds, STRESS_LOADS, stresses):
+            label = f"{name}, seed {seed}, {load:.0%}, {stress}"
+            cases[label] = StressedRun(name, seed, load, stress)
+    found = run_cases("simulations", partial(run_case, grounds, windows), cases, workers)
+
+    def rows(trace: str, kind: type) -> list[dict[str, Any]]:
+        of = (found[label] for label, c in cases.items() if type(c) is kind and c.trace == trace)
+        return list(itertools.chain.from_iterable(of))
+
+    report: dict[str, Any] = {}
+    for name, ground in grounds.items():
+        calm_rows, stress_rows = rows(name, CalmRun), rows(name, StressedRun)
+        planned = [find_optimum(windows[name, seed].problem) for seed in seeds]
+        calm_found = differences(calm_rows, "load")
+        stress_found = differences(stress_rows, "stress")
+        report[name] = {
+            "bars": bars(calm_found, stress_found),
+            "saturated_rps": ground.saturated_rps,
+            "planned": [
+                {"threshold_tokens": plan.threshold_tokens, "n_prefill": plan.n_prefill}
+                for plan in planned
+            ],
+            "window_s": ground.window_s,
+            "requests": [len(ground.arrivals(seed, 1.0)) for seed in seeds],
+            "calm": calm_rows,
+            "calm_difference": calm_found,
+            "stress": stress_rows,
+            "stress_difference": stress_found,
+        }
+    return report
+
+
+def compare_workers(question: Question, workers: Workers) -> dict[str, Any]:
+    """The wall time of the study on one worker and on several, and whether the results are
+    equal. Meant for an idle machine."""
+    seconds, reports = [], []
+    for some in (HERE, workers):
+        started = time.perf_counter()
+        # Text, because NaN is not equal to itself.
+        reports.append(json.dumps(study(question, some)))
+        seconds.append(time.perf_counter() - started)
+    return {
+        "workers": workers.count or workers.local_count(),
+        "cluster": None if workers.cluster is None else workers.cluster.address,
+        "one_worker_s": round(seconds[0], 1),
+        "workers_s": round(seconds[1], 1),
+        "ratio": round(seconds[1] / seconds[0], 3),
+        "equal": reports[0] == reports[1],
+    }
+
+
 @click.command(help=__doc__)
 @click.option(
     "--trace",
@@ -304,6 +461,13 @@ def _say(words: str) -> None:
     help="Seconds of each trace to replay.",
 )
 @click.option("--tune", "tuning", is_flag=True, help="Search the constants of `paper`.")
+@click.option(
+    "--compare-workers",
+    "comparing",
+    is_flag=True,
+    help="Run everything on one worker, then on --workers; print both times and their ratio.",
+)
+@workers_options
 @click.option("--json", "as_json", is_flag=True, help="No effect: JSON is printed anyway.")
 def main(
     traces: tuple[Path, ...],
@@ -313,49 +477,24 @@ def main(
     only: tuple[str, ...],
     window_s: float,
     tuning: bool,
+    comparing: bool,
+    workers: Workers,
     as_json: bool,
 ) -> None:
-    drawn = range(first_seed, first_seed + seeds)
-    parts = only or (CALM, *STRESSES)
-    stresses = [name for name in STRESSES if name in parts]
-    started = time.perf_counter()
-    deployment = load_deployment(file)
-    grounds = {
-        trace.name.split(".")[0]: prepare(deployment, file, trace, window_s) for trace in traces
-    }
-    if tuning:
-        print(json.dumps({"grid": tune(list(grounds.values()))}, indent=1))
+    question = Question(file, traces, window_s, range(first_seed, first_seed + seeds), only)
+    if comparing:
+        print(json.dumps(compare_workers(question, workers), indent=1))
         return
-    report: dict[str, Any] = {}
-    for name, ground in grounds.items():
-        _say(f"{name}: saturated at {ground.saturated_rps:.3f} requests/s")
-        calm_rows: list[dict[str, Any]] = []
-        if CALM in parts:
-            calm_rows = list(calm(ground, drawn, COMPARED if only else POLICIES))
-        _say(f"{name}: calm loads done, {time.perf_counter() - started:.0f} s")
-        stress_rows = list(stressed(ground, drawn, stresses)) if stresses else []
-        _say(f"{name}: stresses done, {time.perf_counter() - started:.0f} s")
-        planned = [find_optimum(ground.problem(seed)) for seed in drawn]
-        calm_found = differences(calm_rows, "load")
-        stress_found = differences(stress_rows, "stress")
-        report[name] = {
-            "bars": bars(calm_found, stress_found),
-            "saturated_rps": ground.saturated_rps,
-            "planned": [
-                {"threshold_tokens": plan.threshold_tokens, "n_prefill": plan.n_prefill}
-                for plan in planned
-            ],
-            "window_s": ground.window_s,
-            "requests": [len(ground.arrivals(seed, 1.0)) for seed in drawn],
-            "calm": calm_rows,
-            "calm_difference": calm_found,
-            "stress": stress_rows,
-            "stress_difference": stress_found,
-        }
+    started = time.perf_counter()
+    if tuning:
+        grounds = prepare(load_deployment(file), file, traces, window_s, workers)
+        print(json.dumps({"grid": tune(grounds, workers)}, indent=1))
+        return
+    report = study(question, workers)
     seconds = round(time.perf_counter() - started, 1)
     written = {"seeds": seeds, "first_seed": first_seed, "traces": report, "wall_s": seconds}
     print(json.dumps(written, indent=1))
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main)

@@ -1,5 +1,6 @@
 """Saturated throughput of random deployments of several clusters, against their exact plans.
 
+\b
     prfaas bench regions [--deployments 20] [--seed 0] [--seconds 3000]
 
 A deployment has 1 to 4 PD clusters and 1 to 4 PrfaaS clusters with the case study's model and
@@ -14,23 +15,28 @@ planner takes for impossible. For `adaptive`, which is not tied to them, the pla
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 
+from prfaas.cli.workers_options import workers_options
 from prfaas.config import Deployment, parse_deployment
 from prfaas.config.strict import parse_toml, read_text
+from prfaas.display.console import progress_bar, run_benchmark
 from prfaas.planner.network.problem import NetworkProblem
 from prfaas.scheduler.homes.plans import planned_rps
 from prfaas.sim.arrivals import Arrivals, poisson_at_homes
 from prfaas.sim.config import SimConfig
 from prfaas.sim.saturation import saturated_rps
 from prfaas.studies.network_plans import NetworkStudy
+from prfaas.studies.parallel.run_all import run_all
+from prfaas.studies.parallel.workers import Workers
 from prfaas.studies.simulation_cases import Policy, planned_at_homes, routed_by
 
 CASE_STUDY = Path(__file__).parents[1] / "configs" / "case_study.toml"
@@ -39,9 +45,8 @@ POLICIES: tuple[Policy, ...] = ("paper", "adaptive")
 MISSING = 0.25  # share of the links that do not exist
 
 
-def random_deployment(seed: int) -> Deployment:
+def random_deployment(seed: int, raw: dict[str, Any]) -> Deployment:
     rng = np.random.default_rng(seed)
-    raw = parse_toml(read_text(CASE_STUDY), CASE_STUDY)
     pds, prfaas = int(rng.integers(1, 5)), int(rng.integers(1, 5))
     shares = rng.dirichlet(np.full(pds, 4.0)).round(4)
     shares[-1] = 1 - shares[:-1].sum()
@@ -81,12 +86,12 @@ def _cluster(name: str, kind: str, accelerator: str, instances: int) -> dict[str
 
 
 def drawn_case(
-    seed: int, seconds: float, study: NetworkStudy
+    raw: dict[str, Any], seconds: float, seed: int
 ) -> tuple[NetworkProblem, Arrivals, Deployment]:
     """A network whose plan is for the requests that were drawn for it, and these requests: as many
     as the plan serves in `seconds`."""
-    deployment = random_deployment(seed)
-    network = study.network(deployment)
+    deployment = random_deployment(seed, raw)
+    network = NetworkStudy(CASE_STUDY, "exact").network(deployment)
     requests = int(planned_rps(network, "paper") * seconds)
     arrivals = poisson_at_homes(network, 1.0, requests, seed)
     if arrivals.homes is None:
@@ -94,8 +99,9 @@ def drawn_case(
     return planned_at_homes(network, arrivals), arrivals, deployment
 
 
-def measure(seed: int, seconds: float, study: NetworkStudy) -> dict[str, Any]:
-    network, arrivals, deployment = drawn_case(seed, seconds, study)
+def measure(raw: dict[str, Any], seconds: float, seed: int) -> dict[str, Any]:
+    """`raw` is the case study's file."""
+    network, arrivals, deployment = drawn_case(raw, seconds, seed)
     planned = planned_rps(network, "paper")
     report: dict[str, Any] = {
         "seed": seed,
@@ -114,17 +120,17 @@ def measure(seed: int, seconds: float, study: NetworkStudy) -> dict[str, Any]:
     return report
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--deployments", type=int, default=20, help="How many (default 20).")
-    parser.add_argument("--seed", type=int, default=0, help="Of the first one (default 0).")
-    parser.add_argument(
-        "--seconds", type=float, default=3000.0, help="Simulated time of a run (default 3000)."
-    )
-    options = parser.parse_args()
-    study = NetworkStudy(CASE_STUDY, "exact")
-    seeds = range(options.seed, options.seed + options.deployments)
-    rows = [measure(seed, options.seconds, study) for seed in seeds]
+@click.command(help=__doc__)
+@click.option("--deployments", default=20, show_default=True, help="Number of deployments.")
+@click.option("--seed", "first_seed", default=0, show_default=True, help="Seed of the first one.")
+@click.option("--seconds", default=3000.0, show_default=True, help="Simulated time of a run.")
+@workers_options
+def main(deployments: int, first_seed: int, seconds: float, workers: Workers) -> None:
+    raw = parse_toml(read_text(CASE_STUDY), CASE_STUDY)
+    cases = {f"seed {seed}": seed for seed in range(first_seed, first_seed + deployments)}
+    with progress_bar("deployments", len(cases)) as show:
+        found = run_all(partial(measure, raw, seconds), cases, workers, progress=show)
+    rows = list(found.values())
     least = {policy: min(row[policy] for row in rows) for policy in POLICIES}
     most = {policy: max(row[policy] for row in rows) for policy in POLICIES}
     met = min(least.values()) >= GOAL and most["paper"] <= 2 - GOAL
@@ -133,4 +139,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main)

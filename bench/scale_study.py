@@ -1,7 +1,7 @@
 """10,000 GPUs in seven datacenters over a day, with losses: makes docs/scale.md.
 
 \b
-    prfaas bench scale_study [--docs docs] [--jobs 2] [--quick] [--report FILE]
+    prfaas bench scale_study [--docs docs] [--workers 2] [--quick] [--report FILE]
 
 Plans configs/four_by_three.toml for every second hour of a day whose traffic moves from region to
 region, for other bandwidths and without single sites and links; simulates the day and three losses;
@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from functools import cached_property, partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -27,9 +26,10 @@ import numpy.typing as npt
 
 from _page_blocks import fill
 from _scale_page import page_blocks
+from prfaas.cli.workers_options import workers_options
 from prfaas.config import load_deployment
 from prfaas.config.deployment import ReplanSection, SchedulerSection
-from prfaas.display.console import print_json, progress_bar, rounded, with_progress
+from prfaas.display.console import print_json, progress_bar, rounded, run_benchmark
 from prfaas.planner.network.plan import Binding
 from prfaas.planner.network.problem import NetworkProblem
 from prfaas.planner.network.solve import NetworkPlanner
@@ -39,6 +39,8 @@ from prfaas.sim.config import ClusterFault, Fault, LinkFault, SimConfig
 from prfaas.sim.results.result import Result
 from prfaas.sim.run import simulate
 from prfaas.studies.network_plans import NetworkStudy
+from prfaas.studies.parallel.run_all import as_finished
+from prfaas.studies.parallel.workers import Workers
 from prfaas.studies.regional_day import (
     HOURS,
     RegionalDay,
@@ -69,6 +71,7 @@ LOAD = 0.85  # of the largest day that fits, in the simulations
 # A bandwidth suffices if the largest day is at least this share of that with unlimited bandwidth.
 SUFFICES = 0.99
 UNLIMITED = 1e3  # factor of the bandwidth
+TRAFFICS = {"day": TROUGH, "steady": 1.0}  # name -> trough
 
 # The long-term loop in the simulated day, in seconds of the day; the defaults where not stated.
 # Plans are half an hour apart, because each costs a tenth of a second of computing.
@@ -108,7 +111,6 @@ class Case(NamedTuple):
 
     name: str
     system: System
-    scale: Scale
     peaks_rps: float  # the sum of the peaks
     speed: float | None = None  # of a day; None: a loss, at the busiest hour
     fault: str | None = None
@@ -118,7 +120,11 @@ class Step(NamedTuple):
     """A part of the report: its keys, from the outer one to the inner one, and what makes it."""
 
     keys: tuple[str, ...]
-    make: Callable[[], Any]
+    make: Callable[[Setting], Any]
+
+    @property
+    def name(self) -> str:
+        return " ".join(self.keys)
 
 
 class Setting:
@@ -131,10 +137,14 @@ class Setting:
         self.network = shrunk(study.network(self.deployment), scale.shrink)
         self.planner = NetworkPlanner("exact")
         self.day = RegionalDay(UTC_OFFSETS_H, TROUGH, BUSIEST_HOUR)
+        self._alone: tuple[float, NetworkProblem] | None = None
 
-    @cached_property
+    @property
     def alone(self) -> tuple[float, NetworkProblem]:
-        return alone_for_the_same_money(self.planner, self.network)
+        # A cached_property has a lock in Python 3.11, and a class with a lock cannot travel.
+        if self._alone is None:
+            self._alone = alone_for_the_same_money(self.planner, self.network)
+        return self._alone
 
     def largest(self, network: NetworkProblem, trough: float = TROUGH) -> float:
         hours = self.scale.hours if trough < 1 else self.scale.hours[:1]
@@ -146,32 +156,36 @@ class Setting:
 # Plans
 
 
-def plan_steps(setting: Setting, report: Report) -> Iterator[Step]:
-    """The planned part of the study, in steps that each take some seconds. The first one is needed
-    by all others."""
-    network = setting.network
-    yield Step(("capacity",), partial(capacity, setting))
+def independent_plans(network: NetworkProblem, scale: Scale, rates: Report) -> Iterator[Step]:
+    """Plans that need nothing but the capacity, in steps that each take some seconds."""
     for trough in OTHER_TROUGHS:
-        yield Step(("troughs", str(trough)), partial(trough_gain, setting, trough))
-    for factor in setting.scale.factors:
-        found = partial(bandwidth_gain, setting, report, factor)
+        yield Step(("troughs", str(trough)), partial(trough_gain, trough=trough))
+    total_gbps, peaks_rps = rates["total_gbps"], rates["prfaas_peaks_rps"]
+    for factor in scale.factors:
+        found = partial(bandwidth_gain, factor=factor, total_gbps=total_gbps)
         yield Step(("bandwidth", str(factor)), found)
-    for name, trough in (("day", TROUGH), ("steady", 1.0)):
-        yield Step(("needs", name, "unlimited_gain"), partial(unlimited_gain, setting, trough))
-        for key, part in (
-            ("suffices_gbps", lambda most: SUFFICES * most),
-            ("half_of_the_gain_gbps", lambda most: (1 + most) / 2),
-            ("even_gbps", lambda most: 1.0),
-        ):
-            yield Step(
-                ("needs", name, key), partial(need_gbps, setting, report, trough, name, part)
-            )
+    for name, trough in TRAFFICS.items():
+        yield Step(("needs", name, "unlimited_gain"), partial(unlimited_gain, trough=trough))
     for name in network.prfaas_pools:
-        rest = without_prfaas(network, name)
-        yield Step(("without", name), partial(share_left, setting, report, rest))
-    for source, target in links_of(network):
-        rest = without_link(network, source, target)
-        yield Step(("without", f"{source} {target}"), partial(share_left, setting, report, rest))
+        left = partial(share_without_prfaas, name=name, peaks_rps=peaks_rps)
+        yield Step(("without", name), left)
+    for link in links_of(network):
+        lost = partial(share_without_link, link=link, peaks_rps=peaks_rps)
+        yield Step(("without", " ".join(link)), lost)
+
+
+def needed_bandwidths(report: Report) -> Iterator[Step]:
+    """Plans that need the gain with unlimited bandwidth."""
+    total_gbps = report["capacity"]["total_gbps"]
+    for name, trough in TRAFFICS.items():
+        most = report["needs"][name]["unlimited_gain"]
+        for key, gain in (
+            ("suffices_gbps", SUFFICES * most),
+            ("half_of_the_gain_gbps", (1 + most) / 2),
+            ("even_gbps", 1.0),
+        ):
+            found = partial(need_gbps, trough=trough, gain=gain, total_gbps=total_gbps)
+            yield Step(("needs", name, key), found)
 
 
 def capacity(setting: Setting) -> Report:
@@ -224,11 +238,11 @@ def trough_gain(setting: Setting, trough: float) -> Report:
     return {"peaks_rps": rate, "gain": gain, "gain_over_moved": gain * busiest}
 
 
-def bandwidth_gain(setting: Setting, report: Report, factor: float) -> Report:
+def bandwidth_gain(setting: Setting, factor: float, total_gbps: float) -> Report:
     other = with_bandwidth(setting.network, factor)
     alone = setting.alone[0]
     return {
-        "gbps": factor * report["capacity"]["total_gbps"],
+        "gbps": factor * total_gbps,
         "gain": setting.largest(other) / alone,
         "steady_gain": setting.largest(other, 1.0) / alone,
     }
@@ -239,26 +253,23 @@ def unlimited_gain(setting: Setting, trough: float) -> float:
     return most / setting.alone[0]
 
 
-def need_gbps(
-    setting: Setting,
-    report: Report,
-    trough: float,
-    name: str,
-    part: Callable[[float], float],
-) -> float:
-    """The total bandwidth from which `part` of the gain with unlimited bandwidth is reached, to
-    2%, with the bandwidths of the links in the proportions of the file."""
-    gain = part(report["needs"][name]["unlimited_gain"])
+def need_gbps(setting: Setting, trough: float, gain: float, total_gbps: float) -> float:
+    """The total bandwidth from which the gain is reached, to 2%, with the bandwidths of the links
+    in the proportions of the file."""
     low, high = 2.0**-8, 4.0
     while high / low > 1.02:
         middle = math.sqrt(low * high)
         found = setting.largest(with_bandwidth(setting.network, middle), trough)
         low, high = (low, middle) if found >= gain * setting.alone[0] else (middle, high)
-    return high * float(report["capacity"]["total_gbps"])
+    return high * total_gbps
 
 
-def share_left(setting: Setting, report: Report, rest: NetworkProblem) -> float:
-    return setting.largest(rest) / float(report["capacity"]["prfaas_peaks_rps"])
+def share_without_prfaas(setting: Setting, name: str, peaks_rps: float) -> float:
+    return setting.largest(without_prfaas(setting.network, name)) / peaks_rps
+
+
+def share_without_link(setting: Setting, link: tuple[str, str], peaks_rps: float) -> float:
+    return setting.largest(without_link(setting.network, *link)) / peaks_rps
 
 
 def links_of(network: NetworkProblem) -> list[tuple[str, str]]:
@@ -275,19 +286,18 @@ def make_cases(scale: Scale, prfaas_rps: float, alone_rps: float) -> list[Case]:
     mine, alone = LOAD * prfaas_rps, LOAD * alone_rps
     speed, check = scale.speeds
     return [
-        Case("day", "prfaas", scale, mine, speed),
-        Case("lost prfaas", "prfaas", scale, mine, fault="prfaas"),
-        Case("lost pd", "prfaas", scale, mine, fault="pd"),
-        Case("lost link", "prfaas", scale, mine, fault="link"),
-        Case("day check", "prfaas", scale, mine, check),
-        Case("day alone", "alone", scale, alone, speed),
-        Case("lost pd alone", "alone", scale, alone, fault="pd"),
-        Case("lost pd light", "prfaas", scale, alone, fault="pd"),
+        Case("day", "prfaas", mine, speed),
+        Case("lost prfaas", "prfaas", mine, fault="prfaas"),
+        Case("lost pd", "prfaas", mine, fault="pd"),
+        Case("lost link", "prfaas", mine, fault="link"),
+        Case("day check", "prfaas", mine, check),
+        Case("day alone", "alone", alone, speed),
+        Case("lost pd alone", "alone", alone, fault="pd"),
+        Case("lost pd light", "prfaas", alone, fault="pd"),
     ]
 
 
-def run_case(case: Case) -> Report:
-    setting = Setting(case.scale)
+def run_case(setting: Setting, case: Case) -> Report:
     network = setting.network if case.system == "prfaas" else setting.alone[1]
     rules = SchedulerSection(policy="adaptive" if case.system == "prfaas" else "local")
     return (_run_day if case.speed else _run_loss)(case, setting, network, rules)
@@ -337,7 +347,7 @@ def _run_day(
 def _run_loss(
     case: Case, setting: Setting, network: NetworkProblem, rules: SchedulerSection
 ) -> Report:
-    before_s, during_s, after_s = case.scale.loss_s
+    before_s, during_s, after_s = setting.scale.loss_s
     hour = setting.day.busiest(network)
     rps = case.peaks_rps * float(setting.day.demand(network, hour).sum())
     whole_s = before_s + during_s + after_s
@@ -451,26 +461,34 @@ def _role_changes(result: Result, names: Sequence[str]) -> int:
     return total
 
 
-def run_steps(steps: Sequence[Step], report: Report, save: Callable[[], None], what: str) -> None:
-    """Adds the parts that the report does not have yet."""
-    for step in with_progress([step for step in steps if not has(report, step)], what):
-        add(report, step, step.make())
-        save()
+class Record:
+    """The report, which is written to its file after every step."""
 
+    def __init__(self, setting: Setting, workers: Workers, file: Path | None) -> None:
+        self._setting, self._workers, self._file = setting, workers, file
+        self.report: Report = {}
+        if file is not None and file.exists():
+            self.report = json.loads(file.read_bytes())
 
-def run_cases(cases: Sequence[Case], jobs: int, report: Report, save: Callable[[], None]) -> None:
-    steps = {case: Step(("simulated", case.name), partial(run_case, case)) for case in cases}
-    if jobs == 1:
-        run_steps(list(steps.values()), report, save, "simulations")
-        return
-    missing = [case for case, step in steps.items() if not has(report, step)]
-    with ProcessPoolExecutor(jobs) as pool:
-        waiting = {pool.submit(run_case, case): case for case in missing}
-        with progress_bar("simulations", len(missing)) as show:
-            for count, future in enumerate(as_completed(waiting), start=1):
-                add(report, steps[waiting[future]], future.result())
-                save()
+    def run(self, steps: Iterable[Step], what: str) -> None:
+        """Adds the parts that the report does not have yet, in the order of the steps."""
+        every = list(steps)
+        missing = {step.name: step for step in every if not has(self.report, step)}
+        make = partial(make_part, self._setting)
+        with progress_bar(what, len(missing)) as show:
+            parts = as_finished(make, missing, self._workers)
+            for count, (name, part) in enumerate(parts, start=1):
+                add(self.report, missing[name], part)
+                if self._file is not None:
+                    text = json.dumps(self.report, indent=2) + "\n"
+                    self._file.write_text(text, encoding="utf-8")
                 show(count)
+        for step in every:
+            put_last(self.report, step)
+
+
+def make_part(setting: Setting, step: Step) -> Any:
+    return step.make(setting)
 
 
 def has(report: Report, step: Step) -> bool:
@@ -487,6 +505,15 @@ def add(report: Report, step: Step, part: Any) -> None:
     for key in step.keys[:-1]:
         place = place.setdefault(key, {})
     place[step.keys[-1]] = rounded({"part": part}, 4)["part"]
+
+
+def put_last(report: Report, step: Step) -> None:
+    """The report has the order of the steps, and not that in which they were finished."""
+    place = report
+    for key in step.keys:
+        found = place.pop(key)
+        place[key] = found
+        place = found
 
 
 # --------------------------------------------------------------------------------------------------
@@ -536,9 +563,7 @@ def write_page(docs: Path, setting: Setting, report: Report) -> None:
 
 @click.command(help=__doc__)
 @click.option("--docs", type=click.Path(path_type=Path), help="Folder of the documentation.")
-@click.option(
-    "--jobs", type=click.IntRange(1), default=2, show_default=True, help="Simulations at a time."
-)
+@workers_options
 @click.option("--quick", is_flag=True, help="A small deployment and short runs, for tests.")
 @click.option(
     "--report",
@@ -546,21 +571,18 @@ def write_page(docs: Path, setting: Setting, report: Report) -> None:
     type=click.Path(path_type=Path, dir_okay=False),
     help="File of the JSON. What it already has is not computed again.",
 )
-def main(docs: Path | None, jobs: int, quick: bool, file: Path | None) -> None:
+def main(docs: Path | None, workers: Workers, quick: bool, file: Path | None) -> None:
     setting = Setting(QUICK if quick else FULL)
-    report: Report = {}
-    if file is not None and file.exists():
-        report = json.loads(file.read_bytes())
-
-    def save() -> None:
-        if file is not None:
-            file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-
+    record = Record(setting, workers, file)
+    report = record.report
     report["assumptions"] = assumptions(setting)
-    run_steps(list(plan_steps(setting, report)), report, save, "plans")
+    record.run([Step(("capacity",), capacity)], "capacity")
     rates = report["capacity"]
+    record.run(independent_plans(setting.network, setting.scale, rates), "plans")
+    record.run(needed_bandwidths(report), "bandwidths")
     cases = make_cases(setting.scale, rates["prfaas_peaks_rps"], rates["alone_peaks_rps"])
-    run_cases(cases, jobs, report, save)
+    steps = [Step(("simulated", case.name), partial(run_case, case=case)) for case in cases]
+    record.run(steps, "simulations")
     if docs is None and not quick:
         docs = DOCS
     if docs is not None:
@@ -569,4 +591,4 @@ def main(docs: Path | None, jobs: int, quick: bool, file: Path | None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main)

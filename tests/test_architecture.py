@@ -72,6 +72,11 @@ ROOMS = {
     "yaml": {"launch"},
     "llguidance": {"engine"},
     "opentelemetry": {"tracing"},
+    "joblib": {"studies"},
+    "cloudpickle": {"studies"},
+    "threadpoolctl": {"studies"},
+    "ray": {"studies"},
+    "distributed": {"studies"},
     "tokenizers": {"text", "engine"},  # the engine's makes one for its own small models
 }
 PURE = {"estimator", "planner", "advisor", "scheduler", "cache"}

@@ -5,6 +5,7 @@
     │   └── PeerForbidden       a request names a host that this process must not talk to
     ├── EngineError             one job could not be computed; other jobs are unharmed
     ├── StreamBroken            the engine was lost after the first token of a response
+    ├── CaseFailed              a case of a study raised an error, or its worker died
     ├── HttpError               an HTTP error response: status, code, message
     │   ├── RequestError        this process ends a client's request with it
     │   └── PeerHttpError       a peer ended this process's request with it; a PeerError, too
@@ -87,6 +88,19 @@ class EngineError(PrfaasError):
 
 class StreamBroken(PrfaasError):
     """The decode engine was lost after the first token. The client receives an error event."""
+
+
+class CaseFailed(PrfaasError):
+    """A case of a study raised an error, or its worker died. `str()` names the case; `trace` is
+    what the worker was doing, where that is known."""
+
+    def __init__(self, problem: str, trace: str = "") -> None:
+        super().__init__(problem)
+        self.trace = trace
+
+    def text(self) -> str:
+        """What a command prints on stderr."""
+        return f"{self.trace}error: {self}"
 
 
 class HttpError(PrfaasError):

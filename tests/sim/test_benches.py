@@ -18,7 +18,7 @@ def run_bench(name: str, *arguments: object) -> subprocess.CompletedProcess[str]
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=250,
     )
 
 
@@ -92,7 +92,17 @@ def test_a_peer_that_fails_is_named(tmp_path: Path, trace: Path) -> None:
 
 def test_a_part_of_the_comparison_runs_on_other_seeds(trace: Path) -> None:
     done = run_bench(
-        "policies", "--trace", trace, "--seeds", 2, "--first-seed", 7, "--only", "burst"
+        "policies",
+        "--trace",
+        trace,
+        "--seeds",
+        2,
+        "--first-seed",
+        7,
+        "--only",
+        "burst",
+        "--workers",
+        1,
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -105,6 +115,15 @@ def test_a_part_of_the_comparison_runs_on_other_seeds(trace: Path) -> None:
         for seed in (7, 8)
         for policy in ("paper", "adaptive")
     }
+
+
+def test_the_times_of_two_workers_and_of_one_are_compared(trace: Path) -> None:
+    options = ("--seeds", 1, "--only", "burst", "--workers", 2, "--compare-workers")
+    done = run_bench("policies", "--trace", trace, *options)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["equal"] and found["workers"] == 2
+    assert found["one_worker_s"] > 0 and found["workers_s"] > 0 and found["ratio"] > 0
 
 
 @pytest.mark.slow

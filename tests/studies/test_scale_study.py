@@ -123,7 +123,7 @@ def test_steady_again(p90: list[float | None], after_s: float | None) -> None:
 @pytest.mark.grid
 def test_the_script_fills_its_page(tmp_path: Path) -> None:
     shutil.copy(ROOT / "docs" / "scale.md", tmp_path)
-    arguments = ["--quick", "--jobs", "1", "--docs", str(tmp_path)]
+    arguments = ["--quick", "--workers", "1", "--docs", str(tmp_path)]
     file = tmp_path / "report.json"
     found = CliRunner().invoke(STUDY.main, [*arguments, "--report", str(file)])
     assert found.exit_code == 0, found.output

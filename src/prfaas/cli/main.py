@@ -9,7 +9,7 @@ import sys
 import click
 
 from prfaas import __version__
-from prfaas.errors import InputError
+from prfaas.errors import CaseFailed, InputError
 
 # A command is imported when it is called: `prfaas certs` does not wait for the import of scipy.
 COMMANDS = {
@@ -84,6 +84,9 @@ def main() -> None:
     except InputError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(2)
+    except CaseFailed as error:
+        click.echo(error.text(), err=True)
+        sys.exit(1)
     except BrokenPipeError:
         # The reader of the output (head, less) has exited. Without this line Python would print a
         # second error while it closes stdout.

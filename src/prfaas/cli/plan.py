@@ -10,11 +10,12 @@ import click
 from rich.table import Table
 
 from prfaas.cli.html_page import check_html, write_html
+from prfaas.cli.workers_options import workers_options
 from prfaas.config import Deployment, parse_deployment
 from prfaas.config.strict import parse_toml, read_text
 from prfaas.console.plan_curves import stage_curves, sweep_curve, total_rate_curves
 from prfaas.console.plan_report import PlanTexts, as_network_plan, plan_report
-from prfaas.display.console import console, print_json, with_progress
+from prfaas.display.console import console, print_json, progress_bar, with_progress
 from prfaas.display.flow_tables import (
     baselines_line,
     clusters_table,
@@ -43,9 +44,10 @@ from prfaas.planner.report import (
 from prfaas.scheduler.homes.plans import as_network
 from prfaas.studies.gain_map import deployment_map
 from prfaas.studies.network_plans import NetworkStudy
+from prfaas.studies.parallel.workers import Workers
 from prfaas.studies.plan_comparison import compare, read_published
 from prfaas.studies.problem_files import Study
-from prfaas.studies.sweep import run_sweep
+from prfaas.studies.sweep import SweepPoint, parse_sweep, run_sweep
 
 
 @click.command()
@@ -88,6 +90,7 @@ from prfaas.studies.sweep import run_sweep
     type=click.Path(path_type=Path),
     help="File to write a page to that shows the plan in a browser. It needs no other file.",
 )
+@workers_options
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def plan(
     deployment: Path,
@@ -98,6 +101,7 @@ def plan(
     with_map: bool,
     plot: Path | None,
     html: Path | None,
+    workers: Workers,
     as_json: bool,
 ) -> None:
     """Find the best threshold and split of DEPLOYMENT.toml and compare them with three baselines.
@@ -123,6 +127,8 @@ def plan(
       prfaas plan configs/case_study.toml --map
       prfaas plan configs/two_by_two.toml --html plan.html
       prfaas plan configs/case_study.toml --sweep links.0.gbps=5,8,10,100 --plot out/
+
+    A sweep of many values runs on all cores, or on a cluster (--workers, --cluster).
     """
     if load is not None:
         if reading != "exact":
@@ -155,7 +161,11 @@ def plan(
     result = study.plan(parsed, load)
     estimated = estimated_times(study.problem(parsed), study.catalog(parsed))
     ranges = study.ranges(parsed, load)
-    points = run_sweep(study, raw, deployment, sweep, load, with_progress) if sweep else []
+    points: list[SweepPoint] = []
+    if sweep:
+        _, values = parse_sweep(sweep)
+        with progress_bar("sweep", len(values)) as show:
+            points = run_sweep(study, raw, deployment, sweep, load, workers, show)
     against = compare(result, read_published(published)) if published else []
     gains = deployment_map(study, parsed, reading) if with_map else None
 

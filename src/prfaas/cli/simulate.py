@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
 from prfaas.cli.html_page import check_html, write_html
+from prfaas.cli.workers_options import workers_options
 from prfaas.config import Deployment, load_deployment
 from prfaas.console.simulation_report import MOST_FRAMES, ReportedRun, simulation_report
 from prfaas.display.console import console, print_json, progress_bar
@@ -38,6 +40,8 @@ from prfaas.sim.results.summary import Summary, summarise
 from prfaas.sim.results.timeline import chrome_trace
 from prfaas.sim.run import simulate as run_simulation
 from prfaas.studies.network_plans import deployment_problem
+from prfaas.studies.parallel.run_all import run_all
+from prfaas.studies.parallel.workers import Workers
 from prfaas.studies.saturation import saturate, saturated_as_dict
 from prfaas.studies.simulation_cases import (
     BASELINES,
@@ -52,6 +56,9 @@ from prfaas.studies.simulation_cases import (
 )
 
 DEFAULT_REQUESTS = 10_000
+# A simulated request takes about so long; prefix caches on every node make the difference.
+SECONDS_PER_REQUEST = 1e-4
+SECONDS_PER_CACHED_REQUEST = 1e-3
 
 
 class ManyValued(click.Command):
@@ -120,6 +127,7 @@ class ManyValued(click.Command):
     type=click.Path(path_type=Path),
     help="File to write a page to that replays the runs in a browser. It needs no other file.",
 )
+@workers_options
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 def simulate(
     deployment: Path,
@@ -134,6 +142,7 @@ def simulate(
     plot: Path | None,
     timeline: Path | None,
     html: Path | None,
+    workers: Workers,
     as_json: bool,
 ) -> None:
     """Simulate DEPLOYMENT.toml under a trace or random traffic, and compare routing policies.
@@ -198,10 +207,14 @@ def simulate(
         base = replace(base, links=link_changes(link_trace, problem))
     cases = make_cases(parsed, problem, policies or (parsed.scheduler.policy,), others, base)
 
-    results = run_all(cases, arrivals)
-    service_levels = _service_levels(parsed, cases, arrivals)
+    each_s = SECONDS_PER_REQUEST if base.cache is None else SECONDS_PER_CACHED_REQUEST
+    expected_s = each_s * len(arrivals) * len(cases)
+    results = run_cases(cases, arrivals, workers, expected_s)
+    service_levels = _service_levels(parsed, cases, arrivals, workers, expected_s)
     summaries = {name: summarise(result, service_levels[name]) for name, result in results.items()}
-    saturated = saturate(deployment, cases, arrivals, service_levels) if others else []
+    saturated = (
+        saturate(deployment, cases, arrivals, service_levels, workers, expected_s) if others else []
+    )
     source = "Poisson arrivals" if trace is None else trace.name
     title = f"{parsed.model.name}, {source}, {arrivals.mean_rps:.2f} requests/s"
     written = _write(results, plot, timeline)
@@ -233,31 +246,46 @@ def simulate(
         out.print(f"wrote {path}")
 
 
-def run_all(cases: Mapping[str, Case], arrivals: Arrivals) -> dict[str, Result]:
+def run_cases(
+    cases: Mapping[str, Case], arrivals: Arrivals, workers: Workers, expected_s: float
+) -> dict[str, Result]:
     with progress_bar("simulated", len(cases)) as show:
-        return {
-            name: run_simulation(case.problem, arrivals, case.config, progress=_from(show, done))
-            for done, (name, case) in enumerate(cases.items())
-        }
+        if len(cases) == 1 and workers.cluster is None:
+            # Alone, a case shows how far it is.
+            ((name, case),) = cases.items()
+            return {name: run_simulation(case.problem, arrivals, case.config, progress=show)}
+        run = partial(_run_case, arrivals)
+        return run_all(run, cases, workers, progress=show, expected_s=expected_s)
 
 
-def _from(show: Callable[[float], None], done: int) -> Callable[[float], None]:
-    return lambda share: show(done + share)
+def _run_case(arrivals: Arrivals, case: Case) -> Result:
+    return run_simulation(case.problem, arrivals, case.config)
 
 
 def _service_levels(
-    deployment: Deployment, cases: Mapping[str, Case], arrivals: Arrivals
+    deployment: Deployment,
+    cases: Mapping[str, Case],
+    arrivals: Arrivals,
+    workers: Workers,
+    expected_s: float,
 ) -> dict[str, ServiceLevel]:
     slo = deployment.slo
     tpot_s = 1 / slo.output_tokens_per_s
     if slo.ttft_s is not None:
         return dict.fromkeys(cases, ServiceLevel(slo.ttft_s, tpot_s))
     # Policies on the same deployment share one.
-    made: dict[Problem | NetworkProblem, ServiceLevel] = {}
-    for case in cases.values():
-        if case.problem not in made:
-            made[case.problem] = idle_service_level(case.problem, arrivals, case.config, tpot_s)
-    return {name: made[case.problem] for name, case in cases.items()}
+    first: dict[Problem | NetworkProblem, str] = {}
+    for name, case in cases.items():
+        first.setdefault(case.problem, name)
+    different = {name: cases[name] for name in first.values()}
+    found = run_all(
+        partial(_service_level, arrivals, tpot_s), different, workers, expected_s=expected_s
+    )
+    return {name: found[first[case.problem]] for name, case in cases.items()}
+
+
+def _service_level(arrivals: Arrivals, tpot_s: float, case: Case) -> ServiceLevel:
+    return idle_service_level(case.problem, arrivals, case.config, tpot_s)
 
 
 def _check_flags(

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from prfaas.clock import Clock, MonotonicClock
-from prfaas.errors import InputError, PeerError
+from prfaas.errors import CaseFailed, InputError, PeerError
 from prfaas.launch.children import ChildDied
 
 T = TypeVar("T")
@@ -26,11 +26,14 @@ def print_json(data: Any) -> None:
 
 def run_benchmark(main: Callable[[], Any]) -> None:
     """Runs the main function of a benchmark. An error in the input, and a process that fails, are
-    one line on stderr and exit code 2."""
+    one line on stderr and exit code 2. A failed case of a study is shown with its traceback."""
     try:
         main()
     except (InputError, ChildDied, PeerError) as error:
         click.echo(f"error: {error}", err=True)
+        sys.exit(2)
+    except CaseFailed as error:
+        click.echo(error.text(), err=True)
         sys.exit(2)
 
 
@@ -78,13 +81,15 @@ def progress_bar(
     stderr after `after_s` seconds, and is removed at the end."""
     clock = clock or MonotonicClock()
     started = clock.now()
+    screen = screen or Console(stderr=True)
     progress = Progress(
         TextColumn(what),
         BarColumn(),
         TaskProgressColumn("{task.completed:.4g}/{task.total:.4g}"),
         TimeRemainingColumn(),
-        console=screen or Console(stderr=True),
+        console=screen,
         transient=True,
+        disable=not screen.is_terminal,  # else a bar leaves an empty line in a log
     )
     task = progress.add_task(what, total=total)
     running = False

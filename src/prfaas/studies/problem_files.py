@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -38,8 +39,15 @@ class Study:
         self._finders: dict[tuple[bytes, tuple[str, ...], Lengths], TimesFinder] = {}
         self._planners: dict[tuple[int, KVSpec], Planner] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Planners belong to ids of workloads, which mean nothing in another process.
+        return {**self.__dict__, "_planners": {}}
+
     def plan(self, deployment: Deployment, load_rps: float | None = None) -> DeploymentComparison:
-        problem = self.problem(deployment)
+        return self.plan_problem(self.problem(deployment), load_rps)
+
+    def plan_problem(self, problem: Problem, load_rps: float | None = None) -> DeploymentComparison:
+        """The plan of a problem that this study has made."""
         return self.planner(problem).compare(problem, load_rps)
 
     def ranges(self, deployment: Deployment, load_rps: float | None = None) -> PlanRanges | None:

@@ -6,17 +6,22 @@ its TTFT: at one common load, the weaker systems would be overloaded and have no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from prfaas.planner.comparison import DEFAULT_UTILISATION
 from prfaas.sim.arrivals import Arrivals
+from prfaas.sim.results.result import Result
 from prfaas.sim.results.service_level import ServiceLevel
 from prfaas.sim.results.summary import TtftSpread, summarise
 from prfaas.sim.run import simulate
 from prfaas.sim.saturation import saturated_rps
+from prfaas.studies.parallel.run_all import run_all
+from prfaas.studies.parallel.workers import HERE, Workers
 from prfaas.studies.plan_comparison import Published, PublishedSystem, read_published
 from prfaas.studies.simulation_cases import BASELINES, Case
 
@@ -38,6 +43,8 @@ def saturate(
     cases: Mapping[str, Case],
     arrivals: Arrivals,
     levels: Mapping[str, ServiceLevel],
+    workers: Workers = HERE,
+    expected_s: float = math.inf,
 ) -> list[Saturated]:
     """Simulates every system at saturation. The first policy represents PrfaaS-PD. Plans do not
     change. Published figures of NAME.toml come from NAME.published.toml, if that file exists."""
@@ -50,14 +57,11 @@ def saturate(
         name: Case(case.problem, replace(case.config, replans=False, timeline=False, moments=0))
         for name, case in systems.items()
     }
-    rps = {name: saturated_rps(c.problem, arrivals, c.config) for name, c in systems.items()}
+    found = run_all(partial(_saturated, arrivals), systems, workers, expected_s=expected_s)
+    rps = {name: rate for name, (rate, _) in found.items()}
     rows = []
-    for name, (problem, config) in systems.items():
-        speed = DEFAULT_UTILISATION * rps[name] / arrivals.mean_rps
-        loaded = summarise(
-            simulate(problem, arrivals.scaled(speed), config),
-            levels.get(name, levels[first]),
-        )
+    for name, (_, result) in found.items():
+        loaded = summarise(result, levels.get(name, levels[first]))
         rows.append(
             Saturated(
                 name,
@@ -70,6 +74,14 @@ def saturate(
             )
         )
     return rows
+
+
+def _saturated(arrivals: Arrivals, case: Case) -> tuple[float, Result]:
+    """The throughput at saturation, and a run at a share of it."""
+    problem, config = case
+    rps = saturated_rps(problem, arrivals, config)
+    speed = DEFAULT_UTILISATION * rps / arrivals.mean_rps
+    return rps, simulate(problem, arrivals.scaled(speed), config)
 
 
 def saturated_as_dict(rows: list[Saturated]) -> dict[str, Any]:

@@ -3,6 +3,7 @@ planner of one PD cluster."""
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -200,6 +201,16 @@ def test_a_pd_cluster_that_cannot_prefill_is_named() -> None:
     kept = pair(pd=1, fixed_threshold=500)
     with pytest.raises(InputError, match="for near and other with .* or remove scheduler.thresh"):
         NetworkPlanner("exact").solve(kept)
+
+
+def test_a_copy_in_another_process_keeps_nothing_of_this_one() -> None:
+    """What a planner keeps belongs to ids of objects. Another process gives them to other ones."""
+    network = random_network(np.random.default_rng(3), 2, 2)
+    planner = NetworkPlanner("exact")
+    rate = planner.rate_rps(network)
+    copied, other = pickle.loads(pickle.dumps((planner, network)))
+    assert not copied._works and not copied._curves
+    assert copied.rate_rps(other) == rate
 
 
 def test_the_number_of_linear_programmes_is_bounded() -> None:

@@ -41,6 +41,10 @@ class NetworkPlanner:
         self._curves: dict[tuple[int, KVSpec], tuple[Workload, WorkCurves]] = {}
         self._works: dict[tuple[object, ...], ThresholdWork] = {}
 
+    def __reduce__(self) -> tuple[type[NetworkPlanner], tuple[Reading]]:
+        # What is kept belongs to ids of objects, which mean nothing in another process.
+        return NetworkPlanner, (self.reading,)
+
     def solve(self, problem: NetworkProblem) -> NetworkPlan:
         program = self._program(problem)
         shares = _shares(problem)

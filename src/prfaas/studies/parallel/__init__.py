@@ -1,0 +1,1 @@
+"""Independent cases of a study, on many cores and machines."""
