@@ -15,8 +15,10 @@ from hypothesis import HealthCheck, settings
 # spins until the first one gets a core. Set before torch is loaded, for child processes as well.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# They run where vLLM is installed, which is an environment of its own: `make test-vllm`.
+# They run where vLLM or Ray is installed, in environments of their own: `make test-vllm` and
+# `make test-cluster`.
 collect_ignore = [] if find_spec("vllm") else ["vllm"]
+collect_ignore += [] if find_spec("ray") else ["studies/clusters"]
 
 # Nearly the same examples in every run (Hypothesis also tries constants of the modules that happen
 # to be loaded), and no judgement of speed: a busy machine is slow to make and to run examples.
