@@ -46,7 +46,7 @@ VLLM_READY := $(VLLM_VENV)/.ready
 
 .PHONY: setup demo up soak agree test test-slow test-gpu test-grid test-long test-vllm bench-vllm check lint \
   types format docs dashboard bench fuzz clean test-harnesses test-clients test-browser test-envoy \
-  test-cluster FORCE
+  test-cluster test-kubernetes FORCE
 
 setup: $(READY)
 
@@ -210,6 +210,11 @@ $(CLUSTER_READY): pyproject.toml constraints.txt $(if $(CLUSTER_STALE),FORCE)
 
 test-cluster: $(CLUSTER_READY)
 	$(CLUSTER_VENV)/bin/python -m pytest tests/studies/parallel tests/studies/clusters
+
+# Images, packages and wheels are kept in CONTAINERS for the next run; everything else is removed.
+CONTAINERS ?= /var/tmp/prfaas-containers
+test-kubernetes: setup
+	$(BIN)/python -m pytest tests/kubernetes --containers $(CONTAINERS)
 
 # nixl is installed without its dependencies, because they include another torch.
 bench-vllm: setup $(VLLM_READY)
