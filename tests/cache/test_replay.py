@@ -19,6 +19,7 @@ from prfaas.cache.storage.arena import choose_layout
 from prfaas.cache.storage.tiers import PoolStorage
 from prfaas.config.trace import TRACE_BLOCK_TOKENS, TraceRow
 from prfaas.errors import InputError
+from prfaas.studies.parallel.workers import Workers
 from tests.cache.builders import SPECS
 from tests.waiting import PATIENCE_S
 
@@ -207,7 +208,7 @@ def test_the_benchmark_refuses_nonsense(tmp_path: Path, wrong: tuple[str, str]) 
 def test_the_benchmark_compares_kept_answers(tmp_path: Path) -> None:
     trace = write(tmp_path / "t.jsonl", conversations(40))
     compare = runpy.run_path(str(BENCH))["compare_answers"]
-    result = compare(trace, "kimi-linear-48b-a3b", "default", "cost")
+    result = compare(trace, "kimi-linear-48b-a3b", "default", "cost", Workers(1))
     assert set(result["rates"]) == {"not_kept", "kept", "kept_in_vain"}
     for rates in result["rates"].values():
         assert set(rates) == {"9.8%", "9.9%", "10.0%", "10.1%", "10.2%", "mean"}
