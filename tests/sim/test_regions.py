@@ -9,6 +9,7 @@ import pytest
 from bench import regions
 
 from prfaas.config.deployment import SchedulerSection
+from prfaas.config.strict import parse_toml, read_text
 from prfaas.errors import InputError
 from prfaas.planner.problem import Path, Problem
 from prfaas.scheduler.homes.plans import planned_rps
@@ -18,7 +19,6 @@ from prfaas.sim.config import ClusterFault, Fault, LinkFault, NodeFault, RateCha
 from prfaas.sim.results.result import Result
 from prfaas.sim.run import simulate
 from prfaas.sim.saturation import saturated_rps
-from prfaas.studies.network_plans import NetworkStudy
 from prfaas.types import ClusterId, NodeId
 from tests.planner.builders import case_study
 from tests.scheduler.homes.networks import EAST, NETWORK, NORTH, ROUND_TRIPS, WEST
@@ -235,7 +235,7 @@ def test_unequal_links_are_used_as_planned(policy: str) -> None:
 )
 def test_random_deployments_are_served_at_the_planned_rate(seed: int, policy: str) -> None:
     """Of 4 x 2 and of 4 x 3 clusters. `bench/regions.py` has more of them."""
-    study = NetworkStudy(regions.CASE_STUDY, "exact")
-    network, arrivals, _ = regions.drawn_case(seed, 1500.0, study)
+    raw = parse_toml(read_text(regions.CASE_STUDY), regions.CASE_STUDY)
+    network, arrivals, _ = regions.drawn_case(raw, 1500.0, seed)
     found = saturated_rps(network, arrivals, config(policy))
     assert found == pytest.approx(planned_rps(network, "paper"), rel=1 - regions.GOAL)

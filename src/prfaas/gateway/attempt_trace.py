@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from prfaas.scheduler.request import Route
-from prfaas.tracing.context import TraceContext
+from prfaas.tracing.context import TraceContext, new_span_id
 
 
 class Call(msgspec.Struct, gc=False):
@@ -46,5 +46,5 @@ class AttemptTrace(msgspec.Struct):
 
 def begin_call(context: TraceContext, now_s: float) -> Call:
     """A call of an attempt of the request that has this context."""
-    child = context.child()
-    return Call(child.span_id, child.traceparent, now_s)
+    span_id = new_span_id()
+    return Call(span_id, context.traceparent_of(span_id), now_s)

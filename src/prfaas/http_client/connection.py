@@ -11,7 +11,6 @@ import asyncio
 import math
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import cast
 
 import httptools
@@ -64,6 +63,8 @@ class Connection(PacedWriter):
         self._parser = httptools.HttpResponseParser(self)
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_s = 0.0  # when it is due
+        self._idle_until_s = math.inf
         self._problem: ConnectionLost | None = None
         self._pending = False
         self._begin(None, None)
@@ -78,6 +79,7 @@ class Connection(PacedWriter):
         self._header_bytes = 0  # as the parser has reported them
         self._unparsed_bytes = 0  # received since the latest byte of the body
         self._paused = False
+        self._overdue = False  # the response is late, unless the next read has some of it
         self._limits = _TimeLimits(total_s, silence_s, self._loop.time())
 
     # Requests -------------------------------------------------------------------------------------
@@ -87,10 +89,9 @@ class Connection(PacedWriter):
     ) -> None:
         """The parts of the body must not change until the response has ended. `total_s` bounds the
         whole response, `silence_s` the time in which no byte arrives."""
-        self._stop_timer()
         self._begin(total_s, silence_s)
         self._pending = True
-        self._watch()
+        self._set_timer(self._limits.due_s)
         if isinstance(body, bytes) and len(body) <= _ONE_WRITE_BYTES:
             self._transport.write(head + body)
             return
@@ -129,12 +130,12 @@ class Connection(PacedWriter):
     def release(self, idle_s: float) -> None:
         """Ends the exchange. A connection whose response was read completely can be used again and
         is closed after `idle_s` without a request; any other connection is closed now."""
-        self._stop_timer()
         self._pending = False
         # A peer may respond before it has the whole request.
         reusable = self._complete and self._keep_alive and not self._unsent
         if reusable and self._problem is None:
-            self._timer = self._loop.call_later(idle_s, self.close, "idle")
+            self._idle_until_s = self._loop.time() + idle_s
+            self._set_timer(self._idle_until_s)
             self.idle_since_s = time.monotonic()
             self._idle(self)
         else:
@@ -165,21 +166,36 @@ class Connection(PacedWriter):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _watch(self, *, has_read: bool = False) -> None:
-        """Checks the timeouts and sets a timer for the next check; arriving bytes set no timers."""
-        due_s, now_s = self._limits.due_s, self._loop.time()
-        if due_s == math.inf:
+    def _set_timer(self, due_s: float) -> None:
+        """Calls `_watch` at this time, or before: a timer that is due earlier stays, because most
+        exchanges end long before their timeouts. Setting and stopping timers for each of them
+        would take longer than parsing its response."""
+        if self._timer is not None and self._timer_s <= due_s:
             return
-        if now_s < due_s:
+        self._stop_timer()
+        if due_s != math.inf:
             self._timer = self._loop.call_at(due_s, self._watch)
-        elif has_read:
+            self._timer_s = due_s
+
+    def _watch(self) -> None:
+        """Checks the timeouts, and sets a timer for the next check. Arriving bytes set no timer."""
+        self._timer = None
+        now_s = self._loop.time()
+        due_s = self._limits.due_s if self._pending else self._idle_until_s
+        if now_s < due_s:
+            self._overdue = False
+            self._set_timer(due_s)
+        elif not self._pending:
+            self.close("idle")
+        elif self._overdue:
             self.close("no response in time")
         elif now_s < due_s + PAUSED_S:
-            self._timer = self._loop.call_later(_READ_FIRST_S, partial(self._watch, has_read=True))
+            self._overdue = True
+            self._set_timer(now_s + _READ_FIRST_S)
         else:
             # The response may have arrived in the pause, and the request may not have been sent.
             self._limits.restart(now_s)
-            self._watch()
+            self._set_timer(self._limits.due_s)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

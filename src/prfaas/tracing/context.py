@@ -29,7 +29,11 @@ class TraceContext(NamedTuple):
 
     @property
     def traceparent(self) -> str:
-        return f"00-{self.trace_id}-{self.span_id}-{'01' if self.sampled else '00'}"
+        return self.traceparent_of(self.span_id)
+
+    def traceparent_of(self, span_id: str) -> str:
+        """The header of a call whose span is a span of the same trace."""
+        return f"00-{self.trace_id}-{span_id}-{'01' if self.sampled else '00'}"
 
     def child(self) -> TraceContext:
         """A new span of the same trace."""

@@ -17,6 +17,7 @@ import hashlib
 import sys
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import chain, repeat
 from typing import Any, TypeAlias, cast
 
@@ -34,6 +35,7 @@ _VERSION = "prfaas.block.1"
 _MAX_TOKEN = 2**32 - 1
 
 
+@lru_cache(maxsize=256)  # tenants and adapters whose prompts are hashed again and again
 def chain_seed(block_tokens: int, *, salt: str = "", adapter: str = "") -> BlockHash:
     """The parent of a prompt's first block. Without the salt no block hash can be computed."""
     if block_tokens < 1:
