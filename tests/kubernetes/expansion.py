@@ -18,7 +18,7 @@ from tests.kubernetes.kustomize import Manifest
 DOMAIN = "svc.cluster.local"
 _VARIABLE = re.compile(r"\$\(([A-Za-z_][A-Za-z0-9_]*)\)")
 # podman makes health checks of some probes, which need systemd. `kubelet.py` runs them.
-_PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
+PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 
 
 class PodPlace(NamedTuple):
@@ -59,7 +59,7 @@ def for_podman(pod: Manifest, place: PodPlace) -> Manifest:
         container["env"] = [{"name": name, "value": value} for name, value in variables.items()]
         for key in ("command", "args"):
             container[key] = [_expanded(word, variables) for word in container.get(key, [])]
-        for key in (*_PROBES, "lifecycle", "ports"):  # podman publishes ports on the machine
+        for key in (*PROBES, "lifecycle", "ports"):  # podman publishes ports on the machine
             container.pop(key, None)
         for mount in container["volumeMounts"]:
             mount["name"] = f"{place.name}-{mount['name']}"

@@ -6,8 +6,9 @@ from __future__ import annotations
 import http.client
 import ssl
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import yaml
@@ -81,17 +82,17 @@ class Kubelet:
         """Until every readiness probe has passed once."""
         until_s = time.monotonic() + HANG_S
         for container in pod.containers:
-            while (reason := self._unready(pod, container)) != "":
+            while (reason := self.failed_probe(pod, container)) != "":
                 if time.monotonic() > until_s:
                     logs = self.logs(pod, container)
                     raise AssertionError(f"{pod.name} is not ready: {reason}\n{logs}")
                 time.sleep(POLL_S)
 
-    def is_ready(self, pod: RunningPod) -> bool:
-        return all(self._unready(pod, container) == "" for container in pod.containers)
-
-    def _unready(self, pod: RunningPod, container: Manifest) -> str:
-        probe = container["readinessProbe"]
+    def failed_probe(
+        self, pod: RunningPod, container: Manifest, name: str = "readinessProbe"
+    ) -> str:
+        """Why the probe fails; empty where it passes."""
+        probe = container[name]
         try:
             if "exec" in probe:
                 words = probe["exec"]["command"]
@@ -129,6 +130,16 @@ class Kubelet:
         left_s = max(1, int(until_s - time.monotonic()))
         self._podman.run("stop", "--time", str(left_s), name, within_s=left_s + PROBE_S)
         return int(self._podman.inspect("container", name)["State"]["ExitCode"])
+
+    @contextmanager
+    def stopped(self, pod: RunningPod, container: Manifest) -> Iterator[None]:
+        """The container's process hangs meanwhile."""
+        name = pod.podman_name(container)
+        self._podman.run("kill", "--signal", "STOP", name)
+        try:
+            yield
+        finally:
+            self._podman.run("kill", "--signal", "CONT", name)
 
     def kill(self, pod: RunningPod) -> None:
         """Ends the pod at once, as the loss of its machine would, and removes it."""

@@ -24,6 +24,7 @@ from tests.kubernetes.deployment import (
     get,
     running,
 )
+from tests.kubernetes.expansion import PROBES
 from tests.kubernetes.load import Load
 from tests.kubernetes.podman import Podman
 from tests.waiting import PATIENCE_S, wait_until
@@ -76,6 +77,24 @@ def test_no_container_is_root_or_can_write(deployment: KubernetesDeployment) -> 
                 mounts = cluster.kubelet.run_in(pod, container, "cat", "/proc/1/mounts")
                 (root,) = (one for one in mounts.splitlines() if one.split()[1] == "/")
                 assert "ro" in root.split()[3].split(",")
+
+
+def test_every_container_passes_every_probe(deployment: KubernetesDeployment) -> None:
+    for cluster in deployment.clusters.values():
+        for pod in cluster.pods.values():
+            for container in pod.containers:
+                for probe in PROBES:
+                    assert cluster.kubelet.failed_probe(pod, container, probe) == ""
+
+
+def test_a_process_that_hangs_is_not_live(deployment: KubernetesDeployment) -> None:
+    cluster = deployment.clusters["west"]
+    pod = cluster.pods["west-1"]
+    for container in pod.containers:
+        with cluster.kubelet.stopped(pod, container):
+            assert cluster.kubelet.failed_probe(pod, container, "livenessProbe")
+        assert cluster.kubelet.failed_probe(pod, container, "livenessProbe") == ""
+    deployment.wait_until_all_are_used()
 
 
 def test_the_loss_of_a_pod_fails_no_request(deployment: KubernetesDeployment) -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
 
 from prfaas.engine.checkpoint.make import make_checkpoint
-from prfaas.launch.commands import VLLM_KV_BYTES, VLLM_MAX_TOKENS, VLLM_STEP_TOKENS
+from prfaas.launch.commands import VLLM_MAX_TOKENS
 from prfaas.security.tls import trust_context
 from tests.security.deployments import (
     complete,
@@ -23,24 +21,16 @@ from tests.security.deployments import (
     wait_until_served,
     write_catalog,
 )
+from tests.vllm.on_a_cpu import SETTINGS, on_a_cpu
 
 PROMPT = random.Random(3).choices(range(32, 127), k=1000)
-ON_A_CPU = [
-    *("--enforce-eager", "--dtype", "float32", "--max-model-len", str(VLLM_MAX_TOKENS)),
-    *("--mamba-cache-mode", "align", "--max-num-batched-tokens", str(VLLM_STEP_TOKENS)),
-    *("--kv-cache-memory-bytes", str(VLLM_KV_BYTES)),
-]
 
 
-CORES = itertools.cycle(sorted(os.sched_getaffinity(0)))  # servers on one core would wait
-
-
-def on_a_cpu(command: str) -> str:
-    # The package for CPUs has the server, but its command `vllm` looks for another package's name.
-    server = f"{shlex.quote(sys.executable)} -m vllm.entrypoints.openai.api_server --model"
-    assert "vllm serve" in command
-    command = command.replace("vllm serve", server, 1)
-    return f"VLLM_CPU_OMP_THREADS_BIND={next(CORES)} {command} {shlex.join(ON_A_CPU)}"
+def in_a_shell(command: str) -> str:
+    """`command` as `init` prints it, with variables before the program."""
+    before, program, rest = command.partition("vllm serve")
+    assert program
+    return f"{before}{shlex.join(on_a_cpu(shlex.split(program + rest)))}"
 
 
 @pytest.mark.timeout(900)  # servers start and stop within it
@@ -49,11 +39,7 @@ def test_the_printed_vllm_commands_serve_over_mutual_tls(
 ) -> None:
     model = tmp_path / "falcon"
     make_checkpoint(model, "falcon-h1")
-    for name, value in (
-        ("VLLM_CPU_NUM_OF_RESERVED_CPU", "0"),
-        ("VLLM_NO_USAGE_STATS", "1"),
-        ("HF_HUB_OFFLINE", "1"),
-    ):
+    for name, value in SETTINGS.items():
         monkeypatch.setenv(name, value)
     net = f"127.{64 + os.getpid() % 64}.{os.getpid() // 64 % 256}"
     summary = init(
@@ -64,7 +50,7 @@ def test_the_printed_vllm_commands_serve_over_mutual_tls(
         *("--pd", f"pd={net}.1", "--prfaas", f"far={net}.11", "--gbps", 10),
         *("--memory", "256MiB", "--policy", "remote"),
     )
-    with running(summary, tmp_path, vllm=on_a_cpu) as deployment:
+    with running(summary, tmp_path, vllm=in_a_shell) as deployment:
         wait_until_served(deployment, 2)
         tokens, outcome = complete(deployment, PROMPT)
         assert len(tokens) == 8

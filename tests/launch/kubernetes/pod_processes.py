@@ -12,14 +12,14 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from prfaas.launch.kubernetes.pod_places import CONFIG, RUN, SECRETS
+from prfaas.launch.kubernetes.pod_places import CONFIG, MODELS, RUN, SECRETS
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast
 PRFAAS = [sys.executable, "-m", "prfaas"]
@@ -45,6 +45,9 @@ class Pod:
     folder: Path
     spec: Mapping[str, Any]
     hosts: Mapping[str, str]  # addresses by name, instead of DNS
+    vllm: Callable[[Sequence[str]], Sequence[str]] = (
+        list  # the command of a server, as it runs here
+    )
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def prepare(self, base: Path, overlay: Path) -> None:
@@ -69,9 +72,9 @@ class Pod:
 
     def translated(self, text: str) -> str:
         """With the folders and the address of this pod instead of a container's own."""
-        places = {CONFIG: "config", SECRETS: "secrets", RUN: "run"}
+        places = {CONFIG: "config", SECRETS: "secrets", RUN: "run", f"{MODELS}/": "models/"}
         for inside, name in places.items():
-            text = text.replace(inside, str(self.folder / name))
+            text = text.replace(inside, f"{self.folder}/{name}")
         text = text.replace("0.0.0.0", self.address).replace("127.0.0.1", self.address)
         for name, address in self.hosts.items():
             text = text.replace(name, address)
@@ -87,14 +90,21 @@ class Pod:
                 self.command([*container["command"], *container["args"]]),
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", **self._environment(container)},
             )
+
+    def _environment(self, container: Mapping[str, Any]) -> dict[str, str]:
+        given = {one["name"]: one["value"] for one in container["env"] if "value" in one}
+        return {name: self.translated(value) for name, value in given.items() if name != "HOME"}
 
     def command(self, words: Sequence[str]) -> list[str]:
         values = {"POD_NAME": self.name, "POD_ADDRESS": self.address}
         filled = [re.sub(r"\$\((\w+)\)", lambda m: values[m[1]], word) for word in words]
-        assert filled[0] == "prfaas"
-        return [*PRFAAS, *(self.translated(word) for word in filled[1:])]
+        program, *rest = (self.translated(word) for word in filled)
+        return [*PRFAAS, *rest] if program == "prfaas" else list(self.vllm([program, *rest]))
+
+    def log(self, container: str) -> str:
+        return (self.folder / f"{container}.log").read_text(errors="replace")
 
     def stop(self) -> None:
         """As the kubelet does: a hook runs first, then SIGTERM; all containers at once."""
