@@ -12,7 +12,7 @@
 # make test-envoy      the gateways behind a real Envoy, in an environment of its own
 # make test-cluster    studies on a Ray and a Dask cluster of two nodes, in its own environment
 # make test-long   the tests that need hours: make fuzz, make test-grid, make soak
-# make test-grid   the engines against transformers: all models, lengths and seeds
+# make test-grid   the tests marked grid: further models, lengths, seeds and pairs of engines
 # make fuzz        mutated frames through the wire format, and mutated messages to kvds, in process
 #                  and over sockets (FRAMES=1000000 MESSAGES=1000000 SOCKET_MESSAGES=20000)
 # make soak        traffic with a fault every 10 s (MINUTES=30, SOAK='--no-faults --hostile')
@@ -90,7 +90,7 @@ test: setup
 SLOW_TESTS = $(shell grep -rlE 'mark\.slow\b' tests --include='*.py' | grep -v '^tests/vllm/' \
   | sed -E '/\/test_[^\/]*$$/!s,/[^/]*$$,,' | sort -u)
 test-slow: setup
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) 3 -m slow $(SLOW_TESTS)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) 3 -m 'slow and not grid' $(SLOW_TESTS)
 
 # Not with the environment of `make setup`, which has torch for CPUs, and without a network: with
 # the machine's own torch and pytest, and with the folder GPU_PACKAGES for packages that it does not

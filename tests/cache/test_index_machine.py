@@ -167,6 +167,6 @@ IndexMachine.TestCase.settings = settings(SEEDED, max_examples=60, stateful_step
 TestIndex = IndexMachine.TestCase
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 class TestIndexLonger(IndexMachine.TestCase):  # type: ignore[misc, valid-type]
     settings = settings(SEEDED, max_examples=150, stateful_step_count=60)

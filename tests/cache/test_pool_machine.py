@@ -478,6 +478,6 @@ PoolMachine.TestCase.settings = settings(SEEDED, max_examples=80, stateful_step_
 TestPool = PoolMachine.TestCase
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 class TestPoolLonger(PoolMachine.TestCase):  # type: ignore[misc, valid-type]
     settings = settings(SEEDED, max_examples=200, stateful_step_count=80)

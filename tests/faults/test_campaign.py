@@ -39,7 +39,7 @@ def test_emulated(
         assert "SSD tier: write failed" in logs(emulated_setup, "kvd-*")
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 # The first of these starts four engines with torch and measures the model: two minutes on two cores
 # that others use, five at a load of ten.
 @pytest.mark.timeout(900)

@@ -90,7 +90,7 @@ def test_the_benchmark_compares_the_soak_beside_actors_with_the_one_without() ->
     assert ratio(without, CALM) is None, "no answer is not a good answer"
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.timeout(600)
 def test_hostile_actors_do_not_harm_ordinary_tenants(emulated_setup: FaultSetup) -> None:
     """A soak of twenty seconds: every answer is right, and every attack is refused or served in

@@ -89,7 +89,7 @@ async def converse(backend: GatewayBackend, seed: int) -> list[tuple[list[int], 
 
 @pytest.mark.parametrize(
     ("hosts", "conversations"),  # of two turns each; they have every length
-    [("kimi-linear", 12), ("mimo", 12)],
+    [("kimi-linear", 12), pytest.param("mimo", 12, marks=pytest.mark.grid)],
     indirect=["hosts"],
 )
 async def test_mixed_requests_at_once_are_answered_as_by_one_process(

@@ -12,7 +12,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "bench" / "moves.py"
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.timeout(600)
 def test_both_ways_are_measured_on_the_same_requests() -> None:
     options = ["--rounds", "1", "--topics", "1", "--requests", "6", "--shared", "8192"]

@@ -227,8 +227,12 @@ def gateway(folder: Path, hosts: Sequence[Host], homes: int) -> Iterator[str]:
 # node, nodes of one role only. In the second, the only prefill node is the first to restart.
 @pytest.mark.parametrize(
     ("homes", "order", "old", "new"),
-    [(3, (0, 3, 1, 4, 2), *REVISIONS[:2]), (5, (0, 1, 2, 3, 4), *REVISIONS[1:])],
-    ids=["three PD and two PrfaaS nodes", "five PD nodes"],
+    [
+        pytest.param(3, (0, 3, 1, 4, 2), *REVISIONS[:2], id="three PD and two PrfaaS nodes"),
+        pytest.param(
+            5, (0, 1, 2, 3, 4), *REVISIONS[1:], id="five PD nodes", marks=pytest.mark.grid
+        ),
+    ],
 )
 def test_a_rolling_upgrade_of_five_nodes_fails_no_request(
     hosts: list[UpgradableHost],

@@ -34,7 +34,18 @@ def missing() -> str:
         return "runc is missing: apt-get install --no-install-recommends runc"
     if os.geteuid() != 0:
         return "pods are reached by their addresses, which they have only where root runs podman"
+    if not _may_make_namespaces():
+        return "root may not make namespaces here, which every container needs"
     return ""
+
+
+def _may_make_namespaces() -> bool:
+    """Root of an unprivileged container may not."""
+    program = find("unshare")
+    if program is None:
+        return False
+    words = [program, "--mount", "--net", "--pid", "--fork", "true"]
+    return subprocess.run(words, timeout=COMMAND_S, check=False).returncode == 0
 
 
 def find(program: str) -> str | None:

@@ -107,7 +107,7 @@ def check_damage(pair: ComparedPair, lengths: Sequence[int]) -> None:
     assert not all(one.same for one in found), gate.damaged_segments
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_a_right_hand_off_passes_and_a_damaged_state_fails(
     checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:

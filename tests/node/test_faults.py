@@ -48,7 +48,7 @@ class Kind:
     small_memory: str  # holds a few short prompts
 
 
-@pytest.fixture(scope="module", params=["emulated", pytest.param("hf", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["emulated", pytest.param("hf", marks=pytest.mark.grid)])
 def kind(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> Kind:
     if request.param == "emulated":
         return Kind(EMULATED, 50_000, 120_000, "128KiB")

@@ -65,14 +65,13 @@ def check_edges(pair: Gateway, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
-def test_every_edge(pair: Gateway, seed: int) -> None:
-    check_edges(pair, seed)
+def test_every_edge(pair: Gateway) -> None:
+    check_edges(pair, seed=0)
 
 
 @pytest.mark.grid
 @pytest.mark.parametrize("arch", ["kimi-linear", "mimo"])
-@pytest.mark.parametrize("seed", range(2, 5))
+@pytest.mark.parametrize("seed", range(1, 5))
 def test_every_edge_with_further_prompts(
     start_pair: Callable[[str], Gateway], arch: str, seed: int
 ) -> None:
@@ -104,7 +103,7 @@ def test_many_at_once(kimi: Gateway) -> None:
     concurrently(kimi, 6)
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_fifty_at_once(pair: Gateway) -> None:
     concurrently(pair, 50)
 

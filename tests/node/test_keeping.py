@@ -22,7 +22,7 @@ def prompt(seed: int) -> list[int]:
     return random.Random(seed).choices(range(32, 127), k=4 * BLOCK + 10)
 
 
-@pytest.fixture(params=["emulated", pytest.param("hf", marks=pytest.mark.slow)])
+@pytest.fixture(params=["emulated", pytest.param("hf", marks=pytest.mark.grid)])
 def host(request: pytest.FixtureRequest, tmp_path: Path, checkpoint: Callable[[str], Path]) -> Host:
     options = (
         (*EMULATED, "--set", "node.emulated.byte_scale=1e-3")

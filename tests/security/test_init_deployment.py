@@ -120,7 +120,7 @@ def namespaces() -> Iterator[dict[str, str]]:
         yield names
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.skipif(netns.why_not() is not None, reason=netns.why_not() or "")
 def test_hosts_in_namespaces_serve_a_real_model_and_nothing_else_is_open(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

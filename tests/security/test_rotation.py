@@ -27,7 +27,7 @@ from tests.gateway.conftest import QUICK
 from tests.node.hosts import Process
 from tests.waiting import PATIENCE_S, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.grid
 
 CLIENTS = 3
 RELOADED = "keys and certificates have been read again"

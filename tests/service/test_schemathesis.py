@@ -98,7 +98,9 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("service", SERVICES)
+@pytest.mark.parametrize(
+    "service", ["gateway", *(pytest.param(name, marks=pytest.mark.grid) for name in SERVICES[1:])]
+)
 def test_generated_requests_find_no_fault(services: dict[str, str], service: str) -> None:
     done = schemathesis(services[service], EXAMPLES, "--generation-deterministic")
     assert done.returncode == 0, done.stdout

@@ -219,7 +219,7 @@ def test_phases_are_read_from_the_log() -> None:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.timeout(600)
 def test_all_parts_run_on_a_cpu_with_tiny_models(tmp_path: Path) -> None:
     done = subprocess.run(

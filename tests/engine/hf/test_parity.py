@@ -72,7 +72,7 @@ def test_state_as_bytes_and_back(arch: str, length: int) -> None:
 # The ordinary tests hand over between processes in tests/node.
 @pytest.mark.parametrize(
     "arch",
-    [pytest.param("kimi-linear", marks=pytest.mark.slow), *models.archs(models.PAPER[1:])],
+    [pytest.param("kimi-linear", marks=pytest.mark.grid), *models.archs(models.PAPER[1:])],
 )
 def test_prefill_here_decode_in_another_process(arch: str, tmp_path: Path) -> None:
     """The other process loads the checkpoint itself and sees nothing but bytes."""

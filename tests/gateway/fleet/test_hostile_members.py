@@ -371,7 +371,7 @@ async def test_urls_of_every_kind_of_host_are_registered() -> None:
         assert len(one.backend.fleet.members) == 8
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 async def test_the_number_of_registered_members_is_bounded() -> None:
     async with gateway() as one:
         with pytest.raises(RequestError) as refused:

@@ -109,7 +109,7 @@ def test_any_engine_to_any_engine(data: st.DataObject) -> None:
     hand_over(data)
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @settings(max_examples=600, deadline=None)
 @given(data=st.data())
 def test_any_engine_to_any_engine_at_length(data: st.DataObject) -> None:

@@ -126,7 +126,7 @@ def test_any_engine_to_any_engine(data: st.DataObject, kind: Kind, wire: tuple[s
     hand_over(data, kind, wire)
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @settings(max_examples=600, deadline=None)
 @given(data=st.data(), kind=st.sampled_from(KINDS), wire=st.tuples(WIDE, WIDE))
 def test_any_engine_to_any_engine_at_length(

@@ -62,7 +62,10 @@ def test_a_simulation_of_policies_and_baselines(prfaas: Command) -> None:
 @pytest.mark.parametrize(
     ("name", "arguments", "part"),
     [
-        ("regions", ("--deployments", "3", "--seed", "2", "--seconds", "20"), "deployments"),
+        pytest.param(
+            *("regions", ("--deployments", "3", "--seed", "2", "--seconds", "20"), "deployments"),
+            marks=pytest.mark.grid,
+        ),
         ("agents", ("--sessions", "4", "--seeds", "3"), "runs"),
     ],
 )

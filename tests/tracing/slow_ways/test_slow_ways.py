@@ -143,7 +143,8 @@ def test_a_retry(stage: Stage) -> None:
         async with stage.hosts.gateway() as live, live.directly(FAR_NODE) as node:
             others = [live.body((f"other {n}", 3 * LONG), output_tokens=1) for n in range(16)]
             occupying = [asyncio.create_task(node.complete(body)) for body in others]
-            await until(lambda: has_load(live, FAR_NODE, len(others)))
+            # Not all: on a busy machine the first have ended before the last ones arrive.
+            await until(lambda: has_load(live, FAR_NODE, len(others) // 2))
             asking = asyncio.create_task(live.ask(live.body(("retried", LONG // 4))))
             found: list[FollowedRequest] = []
 
