@@ -11,9 +11,10 @@ from cryptography import x509
 from prfaas.config import load_deployment
 from prfaas.config.host import KvdSection
 from prfaas.errors import InputError
-from prfaas.launch.kubernetes.credentials import rotate_keys, rotated
+from prfaas.launch.kubernetes.credentials import rotate_keys
 from prfaas.launch.kubernetes.dashboard import config_map, dashboard_json
 from prfaas.launch.kubernetes.options import (
+    RotationStep,
     check_names,
     parse_gateway_addresses,
     parse_instances,
@@ -124,7 +125,9 @@ def test_keys_are_replaced_in_three_steps(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="--rotate-keys: the step 'use' does not follow"):
         rotate_keys(folder, "use")
     (old,) = lines(folder, "member.key")
-    for step, sent_is_old, count in (("add", True, 2), ("use", False, 2), ("remove", False, 1)):
+    steps: tuple[tuple[RotationStep, bool, int], ...]
+    steps = (("add", True, 2), ("use", False, 2), ("remove", False, 1))
+    for step, sent_is_old, count in steps:
         render_deployment(
             folder,
             plan(tmp_path, "emulated"),
@@ -132,13 +135,16 @@ def test_keys_are_replaced_in_three_steps(tmp_path: Path) -> None:
             None,
             step=step,
         )
+        # The second time it would bring the old key back.
+        with pytest.raises(InputError, match=f"the step '{step}' does not follow: after"):
+            rotate_keys(folder, step)
         for cluster in CLUSTERS:
             found = lines(folder, "member.key", f"{cluster}/overlay/secrets/members")
             assert len(found) == count and (found[0] == old) is sent_is_old
             operator = lines(folder, "operator.key")
             token = folder / cluster / "overlay/secrets/monitoring/operator.token"
             assert token.read_text() == operator[0]
-    assert rotated(["a", "b"], "use") == ["b", "a"]
+    rotate_keys(folder, "add")  # of the next rotation
 
 
 def lines(folder: Path, name: str, at: str = "keys") -> list[str]:

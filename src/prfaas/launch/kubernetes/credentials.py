@@ -32,6 +32,7 @@ from prfaas.security.secret_file import read_secrets
 CA_KEY = "ca.key"
 KEYS = "keys"
 _ROTATED = (MEMBER_KEY, OPERATOR_KEY)
+_STEP_FILE = "rotation"  # beside the keys: the latest step that was taken
 _KEY_BYTES = 32
 _DOMAIN = "svc.cluster.local"
 
@@ -145,30 +146,41 @@ def _write_pair(tree: FileTree, at: str, issued: IssuedCertificate) -> None:
 
 def rotate_keys(folder: Path, step: RotationStep) -> None:
     """One of the three steps of docs/security.md, for the member key and the operator key. Raises
-    InputError when the steps are not taken in their order."""
+    InputError when the steps are not taken in their order: a step that is taken twice would bring
+    the old key back."""
     tree = FileTree(folder)
+    note = folder / KEYS / _STEP_FILE
+    _check_order(note.read_text().strip() if note.is_file() else "", step)
     for name in _ROTATED:
         file = folder / KEYS / name
         if not file.is_file():
             raise InputError("no such file", file=file, fix="render the deployment first")
-        lines = rotated(list(read_secrets(file)), step)
+        lines = rotated(read_secrets(file), step)
         tree.write(f"{KEYS}/{name}", _key_lines(lines), secret=True)
+    tree.write(f"{KEYS}/{_STEP_FILE}", f"{step}\n".encode(), secret=True)
+
+
+def _check_order(taken: str, step: RotationStep) -> None:
+    """`taken`: the latest step; empty before the first rotation."""
+    following: dict[str, RotationStep] = {"add": "use", "use": "remove"}
+    expected = following.get(taken, "add")
+    if step != expected:
+        since = f"after {taken!r}" if taken else "at first"
+        raise InputError(
+            f"the step {step!r} does not follow: {since} comes {expected!r}",
+            where="--rotate-keys",
+            fix="take the steps add, use and remove in this order, and apply the manifests after "
+            "each",
+        )
 
 
 def rotated(lines: Sequence[str], step: RotationStep) -> list[str]:
     """The lines of a key file after a step. The first line is sent, every line is accepted."""
-    if step == "add" and len(lines) == 1:
+    if step == "add":
         return [*lines, _new_key()]
-    if step == "use" and len(lines) == 2:
-        return [lines[1], lines[0]]
-    if step == "remove" and len(lines) == 2:
-        return [lines[0]]
-    have = "one key" if len(lines) == 1 else f"{len(lines)} keys"
-    raise InputError(
-        f"the step {step!r} does not follow: the file has {have}",
-        where="--rotate-keys",
-        fix="take the steps add, use and remove in this order, and apply the manifests after each",
-    )
+    if step == "use":
+        return [lines[-1], *lines[:-1]]
+    return [lines[0]]
 
 
 def _new_key() -> str:
