@@ -54,7 +54,7 @@ ALIGNED = ("--enable-prefix-caching", "--mamba-cache-mode", "align")
 ALIGNED += ("--max-num-batched-tokens", str(BLOCK))
 WITH_CACHE = [("falcon-h1", ALIGNED), ("gemma3", CACHED)]
 CASES = [
-    ("falcon-h1", UNCACHED),
+    pytest.param(("falcon-h1", UNCACHED), marks=pytest.mark.grid),
     pytest.param(("gemma3", UNCACHED), marks=pytest.mark.grid),
     *WITH_CACHE,
 ]

@@ -30,6 +30,7 @@ def test_a_wire_that_damages_everything_delivers_nothing(hasty: Case) -> None:
     check_lost(hasty, prompt, grant.transfer_id)
 
 
+@pytest.mark.grid
 def test_both_engines_killed_at_work_and_started_again(case: Case) -> None:
     """Pages come back without them, what the kvds keep outlives them."""
     long = PROMPTS["long"][5]

@@ -34,6 +34,8 @@ BASE = {"model": MODEL, "max_tokens": MAX_TOKENS, "temperature": 0.0, "return_to
 # Ends of the text in generation_config.json. vLLM names the second one in stop_reason.
 ENDS = (257, 260)
 ENGINES = ("vllm", "node")
+# Of the fields of completions. The others are of the grid.
+OFTEN = ("nothing", "n", "logprobs", "stop_token_ids", "min_tokens", "logit_bias")
 ROUTES = ("remote", "local")
 
 
@@ -165,7 +167,10 @@ def _of_vllm(case: Case, path: str, body: dict[str, Any]) -> Any:
     return answer.body
 
 
-@pytest.mark.parametrize("name", COMPLETIONS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in OFTEN else pytest.mark.grid) for name in COMPLETIONS],
+)
 def test_completions(
     case: Case,
     gateways: dict[tuple[str, str], Gateway],

@@ -23,7 +23,7 @@ from tests.vllm.pairs import decode_params, prefill_params
 from tests.vllm.servers import connected_server
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.timeout(900)  # a server starts and stops within it
+pytestmark = [pytest.mark.grid, pytest.mark.timeout(900)]  # a server starts and stops within it
 TOKENS = 40
 
 

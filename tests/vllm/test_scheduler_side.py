@@ -132,7 +132,7 @@ def test_a_second_turn_resumes_on_both_sides(pair: Pair) -> None:
 
 def test_a_prefill_that_the_kvd_has_whole_computes_one_token(pair: Pair) -> None:
     prompt = prompt_of(600, seed=9)
-    pair.hand_off("once", prompt, 512)
+    first = pair.hand_off("once", prompt, 512)
     grant = pair.grant(prompt, 512)
     # As gateways do: the prompt of a prefill ends with the hand-off.
     request = pair.prefill.add("again", prompt[:512], asking(grant, 512))
@@ -140,6 +140,8 @@ def test_a_prefill_that_the_kvd_has_whole_computes_one_token(pair: Pair) -> None
     assert request.num_prompt_tokens == 513
     assert pair.prefill.resumed["again"] == pair.prefill.left["once"]
     assert pair.target.status(grant.transfer_id, wait_s=10).state == "committed"
+    for transfer_id in (first["transfer_id"], grant.transfer_id):
+        pair.target.abort(transfer_id)  # no request decodes it
     pair.idle()
 
 
