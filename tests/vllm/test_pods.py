@@ -25,11 +25,12 @@ from tests.security.deployments import send, write_catalog
 from tests.vllm.on_a_cpu import SETTINGS, on_a_cpu
 from tests.waiting import HANG_S, wait_until
 
-pytestmark = [pytest.mark.grid, pytest.mark.timeout(900)]  # servers start and stop within it
+pytestmark = [pytest.mark.grid, pytest.mark.timeout(1800)]  # servers start and stop within it
 
 NAME = "falcon"
 NET = "127.84"  # other tests do not use these addresses
 MEMBERS = {"prfaas-0", "pd-0"}
+START_S = 600.0  # of both servers, on a busy machine
 OPTIONS = RenderOptions(gateway_addresses={"pd": gateway_address(NET)}, model_claim="models")
 STEPS: tuple[RotationStep, ...] = ("add", "use", "remove")
 DEPLOYMENT = f"""
@@ -44,6 +45,8 @@ sigma = 0.5
 min_tokens = 16
 max_tokens = {VLLM_MAX_TOKENS - 64}
 output_tokens = 16
+[slo]
+output_tokens_per_s = 5
 [scheduler]
 policy = "remote"
 [gateway]
@@ -109,7 +112,7 @@ def pods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmPods]:
             patch.setenv(name, value)
         made = VllmPods(tmp_path_factory.mktemp("pods"), NET)
         made.mount_models()
-        with made.running(MEMBERS):
+        with made.running(MEMBERS, START_S):
             yield made
 
 
@@ -161,7 +164,7 @@ def test_a_server_leaves_before_it_stops_and_returns(pods: VllmPods) -> None:
     assert "prfaas-0" not in pods.in_use()
     assert pods.complete(seed=10)["usage"]["completion_tokens"] == 4  # prefilled at home
     pod.start()
-    wait_until(lambda: pods.in_use() == MEMBERS, within_s=HANG_S)
+    wait_until(lambda: pods.in_use() == MEMBERS, within_s=START_S)
     before = len(prefills(pods))
     assert pods.complete(seed=11)["usage"]["completion_tokens"] == 4
     assert len(prefills(pods)) == before + 1

@@ -56,12 +56,12 @@ class PodDeployment:
         self.pods[name] = pod
 
     @contextmanager
-    def running(self, members: Collection[str]) -> Iterator[None]:
+    def running(self, members: Collection[str], within_s: float = HANG_S) -> Iterator[None]:
         """All pods, from the time at which the gateway uses these members."""
         try:
             for pod in self.pods.values():
                 pod.start()
-            wait_until(lambda: self.in_use() == set(members), within_s=HANG_S)
+            wait_until(lambda: self.in_use() == set(members), within_s=within_s)
             yield
         finally:
             for pod in self.pods.values():
