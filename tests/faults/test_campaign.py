@@ -11,8 +11,6 @@ from prfaas.faults.episode import FaultResult
 from tests.complaints import check_output
 from tests.faults.conftest import EACH, FaultSetup, sockets
 
-# One of each kind goes with every change: a dead sender, a dead receiver, a bad link.
-EVERY_TIME = ("prefill-killed-sending", "decode-killed-waiting", "wan-damage")
 # With a real model's tokens, and its imports at each start, those that lose or damage state.
 WITH_TORCH = ("prefill-killed-sending", "decode-killed-waiting", "decode-kvd-killed", "wan-damage")
 # Connections that are pooled, those that other kvds send over (three kvds, four connections each;
@@ -21,15 +19,9 @@ WITH_TORCH = ("prefill-killed-sending", "decode-killed-waiting", "decode-kvd-kil
 SLACK_SOCKETS = 36
 
 
-def names(often: tuple[str, ...]) -> list[object]:
-    return [
-        pytest.param(one.name, marks=() if one.name in often else pytest.mark.slow)
-        for one in FAULTS
-    ]
-
-
+@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", names(EVERY_TIME))
+@pytest.mark.parametrize("name", [one.name for one in FAULTS])
 def test_emulated(
     emulated_setup: FaultSetup, seen: dict[str, list[FaultResult]], name: str
 ) -> None:

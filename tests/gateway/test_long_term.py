@@ -139,6 +139,7 @@ def slow(tmp_path: Path) -> Iterator[Hosts]:
             host.close()
 
 
+@pytest.mark.slow
 async def test_predictions_follow_nodes_that_are_slower_than_their_profile(
     slow: Hosts, tmp_path: Path
 ) -> None:

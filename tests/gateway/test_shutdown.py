@@ -175,7 +175,10 @@ async def enter(backend: GatewayBackend, asked: GatewayRequest, trace: RequestTr
         pass
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    "moment",
+    [pytest.param(one, marks=() if one == "decode" else pytest.mark.slow) for one in MOMENTS],
+)
 def test_a_gateway_process_leaves_no_grant_behind(
     emulated: Hosts, relays: list[Relay], tmp_path: Path, moment: str
 ) -> None:

@@ -70,6 +70,7 @@ def used(before: dict[Link, int], after: dict[Link, int]) -> set[str]:
     return {link[1] for link in after if after[link] - before[link] > 10_000}
 
 
+@pytest.mark.slow
 async def test_a_gateway_for_each_pd_cluster(tmp_path: Path) -> None:
     """Each serves its home, one of them plans, and both follow an order to drain."""
     plan, outcomes = smallest(tmp_path), RequestOutcomes()

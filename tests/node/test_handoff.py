@@ -99,6 +99,7 @@ def concurrently(pair: Gateway, number: int) -> None:
     pair.decode_host.wait_until_idle()
 
 
+@pytest.mark.slow
 def test_many_at_once(kimi: Gateway) -> None:
     concurrently(kimi, 6)
 

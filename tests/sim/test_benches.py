@@ -117,6 +117,7 @@ def test_a_part_of_the_comparison_runs_on_other_seeds(trace: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_the_times_of_two_workers_and_of_one_are_compared(trace: Path) -> None:
     options = ("--seeds", 1, "--only", "burst", "--workers", 2, "--compare-workers")
     done = run_bench("policies", "--trace", trace, *options)

@@ -62,7 +62,7 @@ def chunks_of(order: list[Any]) -> Iterator[list[Any]]:
     assert not chunk, "segments after the last forward"
 
 
-@pytest.mark.parametrize("arch", models.archs(models.ALL, "kimi-linear", "mimo", "falcon-h1"))
+@pytest.mark.parametrize("arch", models.archs(models.ALL, "kimi-linear", "falcon-h1"))
 def test_a_layers_piece_is_ready_before_the_layer_after_next_begins(arch: str) -> None:
     for chunk in chunks_of(watched_prefill(models.loaded(arch), 150, chunk_tokens=64)):
         begun = -1
@@ -88,7 +88,7 @@ def test_most_of_the_last_chunk_has_left_by_the_end_of_its_forward(tmp_path: Pat
     assert left >= 0.6 * due
 
 
-@pytest.mark.parametrize("arch", models.archs(models.ALL, "kimi-linear", "mimo", "falcon-h1"))
+@pytest.mark.parametrize("arch", models.archs(models.ALL, "kimi-linear", "falcon-h1"))
 def test_checkpoints_are_the_states_a_prefill_of_that_length_leaves(arch: str) -> None:
     """A prompt of 150 tokens with states wanted after 64 and 128 as well."""
     spec, prompt = models.loaded(arch).spec, models.prompt(arch, 150)
@@ -122,7 +122,7 @@ class Pages:
         return self._whole.dump()
 
 
-@pytest.mark.parametrize("arch", ("kimi-linear", "mimo", "falcon-h1"))
+@pytest.mark.parametrize("arch", ("kimi-linear", "falcon-h1"))
 @pytest.mark.parametrize("page_bytes", (4096, 1000, 333))
 def test_pages_may_cut_tokens_and_states(arch: str, page_bytes: int) -> None:
     spec, prompt = models.loaded(arch).spec, models.prompt(arch, 100)

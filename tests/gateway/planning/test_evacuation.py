@@ -28,6 +28,7 @@ def running(backend: GatewayBackend, name: str) -> int:
     return requests
 
 
+@pytest.mark.slow
 async def test_before_a_node_changes_its_role(
     unassigned: Hosts, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -58,6 +59,7 @@ async def test_before_a_node_changes_its_role(
     assert f"{name}: prefill, not in use" in said[saved:], "... then the drain"
 
 
+@pytest.mark.slow
 async def test_when_it_is_told_to_stop(unassigned: Hosts) -> None:
     """It finishes what it has, and says so at /health: prefixes are saved meanwhile."""
     async with serving(deployment(unassigned, replicate=False)) as backend:

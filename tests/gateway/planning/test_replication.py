@@ -31,6 +31,7 @@ from tests.gateway.peers import peer
 from tests.gateway.reports import IDLE, NATIVE_BLOCK, add_native, native_compat, report
 
 
+@pytest.mark.slow
 async def test_a_saturated_holder_gets_company(
     unassigned: Hosts, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -48,6 +48,7 @@ def test_a_sweep(prfaas: Command) -> None:
     assert [point["value"] for point in found["sweep"]] == [5, 8, 10, 20, 50]
 
 
+@pytest.mark.slow
 def test_a_simulation_of_policies_and_baselines(prfaas: Command) -> None:
     compared = ("--policy", "paper", "adaptive", "--baseline", "naive", "homogeneous")
     found = same_for_all(

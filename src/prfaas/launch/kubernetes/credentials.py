@@ -149,13 +149,14 @@ def rotate_keys(folder: Path, step: RotationStep) -> None:
     InputError when the steps are not taken in their order: a step that is taken twice would bring
     the old key back."""
     tree = FileTree(folder)
-    note = folder / KEYS / _STEP_FILE
-    _check_order(note.read_text().strip() if note.is_file() else "", step)
     for name in _ROTATED:
         file = folder / KEYS / name
         if not file.is_file():
             raise InputError("no such file", file=file, fix="render the deployment first")
-        lines = rotated(read_secrets(file), step)
+    note = folder / KEYS / _STEP_FILE
+    _check_order(note.read_text().strip() if note.is_file() else "", step)
+    for name in _ROTATED:
+        lines = rotated(read_secrets(folder / KEYS / name), step)
         tree.write(f"{KEYS}/{name}", _key_lines(lines), secret=True)
     tree.write(f"{KEYS}/{_STEP_FILE}", f"{step}\n".encode(), secret=True)
 
