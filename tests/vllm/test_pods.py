@@ -13,9 +13,12 @@ import pytest
 from prfaas.config import load_deployment
 from prfaas.engine.checkpoint.make import make_checkpoint
 from prfaas.launch.commands import VLLM_MAX_TOKENS
+from prfaas.launch.kubernetes.credentials import certificate_names
+from prfaas.launch.kubernetes.members import SECRET
 from prfaas.launch.kubernetes.options import RenderOptions, RotationStep
 from prfaas.launch.kubernetes.pod_places import NODE_PORT
 from prfaas.launch.kubernetes.rendered_deployment import render_deployment
+from prfaas.launch.new_deployment.folder import read_authority
 from prfaas.launch.preparation import LaunchOptions, prepare_launch
 from prfaas.security.shared_key import bearer
 from prfaas.security.tls import client_context
@@ -30,6 +33,7 @@ pytestmark = [pytest.mark.grid, pytest.mark.timeout(1800)]  # servers start and 
 NAME = "falcon"
 NET = "127.84"  # other tests do not use these addresses
 MEMBERS = {"prfaas-0", "pd-0"}
+ADDRESSES = {"prfaas": f"{NET}.1.1", "pd": f"{NET}.1.2"}
 START_S = 600.0  # of both servers, on a busy machine
 OPTIONS = RenderOptions(gateway_addresses={"pd": gateway_address(NET)}, model_claim="models")
 STEPS: tuple[RotationStep, ...] = ("add", "use", "remove")
@@ -81,7 +85,21 @@ class VllmPods(PodDeployment):
             write_catalog(self.folder, NAME)
             make_checkpoint(self.folder / NAME, "falcon-h1")
         plan = prepare_launch(load_deployment(file), file, LaunchOptions("vllm"), self.folder)
+        is_new = not self.k8s.exists()
         render_deployment(self.k8s, plan, OPTIONS, "256MiB", step=step)
+        if is_new:
+            self._issue_for_addresses()
+
+    def _issue_for_addresses(self) -> None:
+        """Probes of pods ask 127.0.0.1, which is another address for each of these pods. The next
+        renderings keep the certificates."""
+        authority = read_authority(self.k8s)
+        for cluster, address in ADDRESSES.items():
+            names = certificate_names(SECRET, cluster, OPTIONS)
+            issued = authority.issue(address, OPTIONS.days, more=names)
+            at = self.k8s / cluster / "overlay" / "secrets" / SECRET
+            (at / "cert.pem").write_bytes(issued.pem)
+            (at / "key.pem").write_bytes(issued.key_pem)
 
     def mount_models(self) -> None:
         for pod in self.pods.values():
@@ -98,7 +116,6 @@ class VllmPods(PodDeployment):
         """Whether a vLLM server answers a member with this key."""
         at = pod.folder / "secrets"
         context = client_context(at / "ca.pem", at / "cert.pem", at / "key.pem")
-        context.check_hostname = False  # no certificate names the addresses of pods
         url = f"https://{pod.address}:{NODE_PORT}"
         answer = send(url, "/v1/models", context, headers=bearer(key))
         assert answer is not None and answer.status in (200, 401)
