@@ -258,6 +258,32 @@ def test_a_peer_gets_its_time_again_after_a_pause_of_this_process() -> None:
         runner.run(main())
 
 
+def test_each_exchange_of_a_connection_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The timer that is set is that of an exchange before, or of the idle connection."""
+    idle_s = 1_000.0
+    monkeypatch.setattr(client_module, "IDLE_S", idle_s)
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, MovedLoop)
+        async with talking([HELLO], [HELLO], []) as peer, open_client() as http:
+            assert await read(http, peer, timeout_s=0.5 * idle_s) == b"hello"
+            loop.move(0.6 * idle_s)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # the timers that are due have run
+            assert await read(http, peer, timeout_s=100 * idle_s) == b"hello"
+            assert (peer.connections, peer.open) == (1, 1)
+            bound_s = 0.2 * idle_s
+            async with await http.send("GET", peer.url, total_s=bound_s) as exchange:
+                loop.move(bound_s + 0.5 * PAUSED_S)
+                with pytest.raises(ConnectionLost, match="no response in time"):
+                    await exchange.check_status()
+            assert peer.connections == 1
+
+    with asyncio.Runner(loop_factory=MovedLoop) as runner:
+        runner.run(main())
+
+
 class MovedLoop(asyncio.SelectorEventLoop):
     """An event loop whose clock can be moved forwards."""
 
