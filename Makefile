@@ -11,6 +11,7 @@
 #                  chromium-driver); PICTURES=docs/img renews the pictures of the documents
 # make test-envoy      the gateways behind a real Envoy, in an environment of its own
 # make test-cluster    studies on a Ray and a Dask cluster of two nodes, in its own environment
+# make test-kubernetes  the image, and the pods of rendered manifests with podman, as root
 # make test-long   the tests that need hours: make fuzz, make test-grid, make soak
 # make test-grid   the tests marked grid: further models, lengths, seeds and pairs of engines
 # make fuzz        mutated frames through the wire format, and mutated messages to kvds, in process

@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.browser.loop_thread import LoopThread
+from tests.measured import pytest_terminal_summary  # noqa: F401  # a hook of pytest
 
 if TYPE_CHECKING:
     from tests.browser.chromium import Browser
@@ -32,14 +33,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=ROOT / "out" / "pictures",
         help="Folder for the pictures that the tests take: docs/img for those of the documents.",
     )
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Shows what the tests have measured."""
-    for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
-        if report.when == "call" and report.user_properties:
-            found = ", ".join(f"{name} {value}" for name, value in report.user_properties)
-            terminalreporter.write_line(f"{report.nodeid.rpartition('::')[2]}: {found}")
 
 
 @pytest.fixture(scope="session")

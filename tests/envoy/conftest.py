@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
+
+from tests.measured import pytest_terminal_summary  # noqa: F401  # a hook of pytest
 
 if TYPE_CHECKING:
     from tests.envoy.deployment import Behind
@@ -27,14 +29,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     missing = [name for name in NEEDED if find_spec(name) is None]
     assert not missing, f"not installed: {', '.join(missing)}; `make test-envoy` installs them"
     return None
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Shows what the tests have measured."""
-    for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
-        if report.when == "call" and report.user_properties:
-            found = ", ".join(f"{name} {value}" for name, value in report.user_properties)
-            terminalreporter.write_line(f"{report.nodeid.rpartition('::')[2]}: {found}")
 
 
 @pytest.fixture(scope="session")

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.browser.loop_thread import LoopThread
 from tests.kubernetes.images import IMAGE, build
 from tests.kubernetes.podman import Podman, missing
+from tests.measured import pytest_terminal_summary  # noqa: F401  # a hook of pytest
 
 FOLDER = Path(__file__).parent
 
@@ -30,14 +30,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="Folder for images, packages and wheels, which the next run uses again. Pods, networks"
         " and volumes are removed in the end.",
     )
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Shows what the tests have measured."""
-    for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
-        if report.when == "call" and report.user_properties:
-            found = ", ".join(f"{name} {value}" for name, value in report.user_properties)
-            terminalreporter.write_line(f"{report.nodeid.rpartition('::')[2]}: {found}")
 
 
 @pytest.fixture(scope="session")
