@@ -7,7 +7,8 @@ everything else in the request is smaller.
 from __future__ import annotations
 
 import asyncio
-from contextlib import closing
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,25 @@ ENOUGH_S = 4.0  # that a fault lasts: a few times the prefill of a long prompt
 
 async def has_load(live: SlowDeployment, node: str, requests: int) -> bool:
     return await live.load(node) >= requests
+
+
+@asynccontextmanager
+async def queue(live: SlowDeployment, node: str, requests: int) -> AsyncIterator[None]:
+    """A node whose engine another client has given long prompts.
+
+    The gateway tokenises none of them: a request waits in the engine's queue and nowhere else.
+    """
+    async with live.directly(node) as engine:
+        bodies = [live.body((f"other {n}", 3 * LONG), output_tokens=1) for n in range(requests)]
+        others = [asyncio.create_task(engine.complete(body)) for body in bodies]
+        try:
+            # Not all: on a busy machine the first have ended before the last ones arrive.
+            await until(lambda: has_load(live, node, requests // 2))
+            yield
+        finally:
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
 
 
 def test_a_cold_cache(stage: Stage) -> None:
@@ -82,11 +102,9 @@ def test_a_slow_prefill(stage: Stage, tmp_path: Path) -> None:
 
 def test_a_full_queue(stage: Stage) -> None:
     async def run() -> None:
-        async with stage.hosts.gateway() as live:
-            bodies = [live.body((f"queue {n}", LONG)) for n in range(8)]
-            answers = await asyncio.gather(*map(live.ask, bodies))
-            slowest = max(answers, key=lambda answer: answer.ttft_s)
-            await live.check_cause(slowest, "full queue")
+        async with stage.hosts.gateway() as live, queue(live, FAR_NODE, requests=8):
+            answer = await live.ask(live.body(("queued", LONG // 4)))
+            await live.check_cause(answer, "full queue")
 
     stage.run(run())
 
@@ -140,11 +158,7 @@ def test_a_retry(stage: Stage) -> None:
     """An operator aborts the transfer at the decode node's kvd, while the prefill waits."""
 
     async def run() -> None:
-        async with stage.hosts.gateway() as live, live.directly(FAR_NODE) as node:
-            others = [live.body((f"other {n}", 3 * LONG), output_tokens=1) for n in range(16)]
-            occupying = [asyncio.create_task(node.complete(body)) for body in others]
-            # Not all: on a busy machine the first have ended before the last ones arrive.
-            await until(lambda: has_load(live, FAR_NODE, len(others) // 2))
+        async with stage.hosts.gateway() as live, queue(live, FAR_NODE, requests=16):
             asking = asyncio.create_task(live.ask(live.body(("retried", LONG // 4))))
             found: list[FollowedRequest] = []
 
@@ -167,9 +181,6 @@ def test_a_retry(stage: Stage) -> None:
             body = b'{"reason":"aborted by an operator"}'
             await live.live.http.request("POST", url, timeout_s=ENOUGH_S, body=body)
             answer = await asking
-            for task in occupying:
-                task.cancel()
-            await asyncio.gather(*occupying, return_exceptions=True)
             await live.check_cause(answer, "retry")
 
     stage.run(run())
