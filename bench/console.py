@@ -34,15 +34,13 @@ import json
 import os
 import platform
 import re
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,6 +52,7 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
+from _processes import free_ports, process
 from prfaas.console.scene import (
     ClusterScene,
     HomeScene,
@@ -114,28 +113,6 @@ class Gateway:
         with urllib.request.urlopen(f"{self.url}{path}", timeout=START_S) as page:
             found: bytes = page.read()
             return found
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        # All are held at once, so that no two are the same.
-        held = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [int(one.getsockname()[1]) for one in held]
-
-
-@contextmanager
-def process(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    with log.open("wb") as stream:
-        started = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT)
-    try:
-        yield started
-    finally:
-        started.terminate()
-        try:
-            started.wait(10)
-        except subprocess.TimeoutExpired:
-            started.kill()
-            started.wait()
 
 
 @contextmanager

@@ -42,6 +42,7 @@ import click
 import numpy as np
 import uvloop
 
+from _processes import free_ports, process
 from prfaas.engine.checkpoint.make import make_checkpoint
 from prfaas.text import load_tokenizer
 
@@ -205,28 +206,6 @@ def requests_of(tokens: int) -> list[bytes]:
 
 
 # Measurements -----------------------------------------------------------------------------------
-
-
-def free_ports(count: int) -> list[int]:
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in held]
-    for one in held:
-        one.close()
-    return ports
-
-
-@contextmanager
-def process(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    with log.open("wb") as stream:
-        child = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT)
-        try:
-            yield child
-        finally:
-            child.terminate()
-            try:
-                child.wait(10)
-            except subprocess.TimeoutExpired:
-                child.kill()
 
 
 def ready(port: int, child: subprocess.Popen[bytes], log: Path, request: bytes | None) -> None:

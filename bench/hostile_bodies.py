@@ -42,12 +42,11 @@ from typing import Any
 
 import click
 
+from _processes import free_ports, process
 from gateway import (
     DEPLOYMENT,
     MODEL,
     NODES,
-    free_ports,
-    process,
     ready,
     requests_of,
 )

@@ -46,15 +46,14 @@ from typing import Any
 import click
 import uvloop
 
+from _processes import free_ports, process
 from gateway import (
     DEPLOYMENT,
     HERE,
     MODEL,
     NODES,
     Target,
-    free_ports,
     load,
-    process,
     ready,
     requests_of,
 )

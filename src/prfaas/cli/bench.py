@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
 from pathlib import Path
 
@@ -42,5 +42,5 @@ def bench(name: str | None, arguments: tuple[str, ...]) -> None:
         raise InputError(
             f"there is no benchmark {name!r}", fix=f"choose one of: {', '.join(names)}"
         )
-    done = subprocess.run([sys.executable, str(folder / f"{name}.py"), *arguments], check=False)
-    sys.exit(done.returncode)
+    script = [sys.executable, str(folder / f"{name}.py"), *arguments]
+    os.execv(sys.executable, script)  # so that signals reach the benchmark
