@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 import msgspec
 
+from prfaas.cli.deployment_options import days_option, tenant_option
 from prfaas.cli.init_answers import (
     DEFAULT_RTT_MS,
     DeploymentFlags,
@@ -139,20 +140,8 @@ class Summary(msgspec.Struct, frozen=True):
     show_default=True,
     help="Memory of each kvd for KV.",
 )
-@click.option(
-    "--tenant",
-    "tenants",
-    multiple=True,
-    metavar="NAME",
-    help="Tenant that gets an API key; repeatable.  [default: one tenant named default]",
-)
-@click.option(
-    "--days",
-    type=click.IntRange(1, 3650),
-    default=365,
-    show_default=True,
-    help="Validity of the hosts' certificates.",
-)
+@tenant_option
+@days_option
 @click.option(
     "--gateway-port",
     type=_PORT,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from prfaas.cli.deployment_options import days_option, scale_options, tenant_option
 from prfaas.config import load_deployment
 from prfaas.config.host import KvdSection
 from prfaas.config.sizes import parse_bytes
@@ -26,8 +27,6 @@ from prfaas.launch.kubernetes.options import (
 from prfaas.launch.new_deployment.answers import check_tenants
 from prfaas.launch.preparation import MEMORY, LaunchOptions, prepare_launch
 from prfaas.launch.services.hosts import EngineKind
-
-_SCALES = Scales()
 
 
 @click.group()
@@ -106,13 +105,7 @@ def render() -> None:
     help="Label of the nodes that run a cluster's pods.  [default: prfaas.io/accelerator]",
 )
 @click.option("--registry", default="", metavar="PREFIX", help="Registry of the images, with /.")
-@click.option(
-    "--tenant",
-    "tenants",
-    multiple=True,
-    metavar="NAME",
-    help="Tenant that gets an API key; repeatable.  [default: one tenant named default]",
-)
+@tenant_option
 @click.option(
     "--monitoring/--no-monitoring",
     default=True,
@@ -125,18 +118,8 @@ def render() -> None:
     show_default=True,
     help="Namespace of Prometheus.",
 )
-@click.option("--time-scale", default=_SCALES.time, show_default=True, help="As of `prfaas up`.")
-@click.option("--byte-scale", default=_SCALES.bytes, show_default=True, help="As of `prfaas up`.")
-@click.option(
-    "--output-scale", default=_SCALES.output, show_default=True, help="As of `prfaas up`."
-)
-@click.option(
-    "--days",
-    type=click.IntRange(1, 3650),
-    default=365,
-    show_default=True,
-    help="Validity of certificates.",
-)
+@scale_options
+@days_option
 @click.option("--renew", is_flag=True, help="Issue all certificates again.")
 @click.option(
     "--rotate-keys",

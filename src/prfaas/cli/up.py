@@ -15,6 +15,7 @@ import uvloop
 from rich.console import RenderableType
 from rich.live import Live as LiveDisplay
 
+from prfaas.cli.deployment_options import scale_options
 from prfaas.config import Deployment, load_deployment
 from prfaas.display.console import console
 from prfaas.display.deployment_table import live_view
@@ -42,7 +43,6 @@ REFRESH_S = 1.0  # between two updates of the table
 DEFAULT_PORT = 8080
 HIGHEST_PORT = 65_535
 VLLM_PYTHON = Path(".venv-vllm/bin/python")
-_SCALES = Scales()
 
 
 @click.command()
@@ -69,24 +69,7 @@ _SCALES = Scales()
 @click.option(
     "--advise", is_flag=True, help="Let the gateway report new plans without acting on them."
 )
-@click.option(
-    "--time-scale",
-    default=_SCALES.time,
-    show_default=True,
-    help="Factor on the times of emulated engines.",
-)
-@click.option(
-    "--byte-scale",
-    default=_SCALES.bytes,
-    show_default=True,
-    help="Factor on the KV bytes of emulated engines.",
-)
-@click.option(
-    "--output-scale",
-    default=_SCALES.output,
-    show_default=True,
-    help="Factor on the output tokens of emulated engines.",
-)
+@scale_options
 @click.option(
     "--wan",
     metavar="gbps=X,rtt_ms=Y",
