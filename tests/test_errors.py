@@ -12,6 +12,7 @@ from prfaas.errors import ConnectionLost, InputError, PeerError, PeerHttpError, 
 
 SOURCE = Path(errors.__file__).parent
 DRAWN = re.compile(r"^    ([│├└─ ]*)([A-Z]\w+)(?: |$)", re.MULTILINE)
+SUBCLASS = re.compile(r"^\s*class \w+\(", re.MULTILINE)
 LOCAL = re.compile(r"^    prfaas\.([\w.]+)\.(\w+) ", re.MULTILINE)
 
 
@@ -40,7 +41,8 @@ def exception_classes() -> set[tuple[str, str]]:
     defined = [
         (path, node)
         for path in sorted(SOURCE.rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if SUBCLASS.search(text := path.read_text(encoding="utf-8"))
+        for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.ClassDef)
     ]
     known = {

@@ -79,7 +79,7 @@ def started(*options: str) -> tuple[Process, dict[str, Any]]:
     return node, card["prfaas"]
 
 
-@pytest.mark.parametrize("end", ["stop", "kill"])
+@pytest.mark.parametrize("end", [pytest.param("stop", marks=pytest.mark.slow), "kill"])
 def test_a_kvd_of_its_own_ends_with_the_node(end: str) -> None:
     node, card = started()
     assert call("GET", f"{card['kvd_url']}/v1/role")[0] == 200
@@ -102,6 +102,7 @@ def test_a_kvd_that_cannot_start_says_why() -> None:
     assert "nonsense" in node.output and "the node's kvd did not start" in node.output
 
 
+@pytest.mark.slow
 def test_a_hangup_also_reaches_the_kvd_of_its_own(tmp_path: Path) -> None:
     key = tmp_path / "member.key"
     key.write_text("the-first-member-key\n")

@@ -71,9 +71,8 @@ def descendants(folder: Path) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(
-    "how", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_serves_until_stopped_and_leaves_nothing(
     up: Process, tmp_path: Path, how: signal.Signals
 ) -> None:

@@ -258,7 +258,10 @@ class EngineContract:
 
     # Resume ---------------------------------------------------------------------------------------
 
-    @pytest.mark.parametrize("at", (1, 63, 64, 65, 150, 199))
+    @pytest.mark.parametrize(
+        "at",
+        (1, 64, 199, *(pytest.param(at, marks=pytest.mark.slow) for at in (63, 65, 150))),
+    )
     def test_another_engine_goes_on_from_the_bytes(self, make_engine: MakeEngine, at: int) -> None:
         sender, receiver = make_engine(chunk_tokens=64), make_engine(chunk_tokens=48)
         expected = Watched(sender, job(200)).tokens

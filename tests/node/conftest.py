@@ -56,7 +56,7 @@ def start_pair(
         host.close()
 
 
-@pytest.fixture(params=["kimi-linear", pytest.param("mimo", marks=pytest.mark.slow)])
+@pytest.fixture(params=["kimi-linear", pytest.param("mimo", marks=pytest.mark.grid)])
 def pair(request: pytest.FixtureRequest, start_pair: Callable[[str], Gateway]) -> Gateway:
     return start_pair(request.param)
 

@@ -104,7 +104,7 @@ async def test_every_answer_follows_its_grammar() -> None:
             tasks.create_task(check_answer(node, name, seed=number))
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 async def test_more_answers_follow_their_grammars() -> None:
     async with node_server() as node:
         for first in range(7, 19, 4):

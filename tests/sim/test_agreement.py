@@ -22,10 +22,6 @@ from prfaas.sim.run import simulate
 from tests.planner.builders import case_study
 
 DEPLOYMENTS = ["prfaas_pd", "homogeneous", "naive"]
-OFTEN = pytest.mark.parametrize(
-    "name",
-    [DEPLOYMENTS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in DEPLOYMENTS[1:])],
-)
 FIXED = SimConfig(scheduler=SchedulerSection(policy="paper", paper=PaperSection(limit=1.0)))
 
 
@@ -59,7 +55,10 @@ def test_saturated_throughput_is_the_planners_capacity(name: str) -> None:
     assert result.throughput_rps == pytest.approx(solution.lambda_max_rps, rel=0.02)
 
 
-@OFTEN
+@pytest.mark.parametrize(
+    "name",
+    [DEPLOYMENTS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in DEPLOYMENTS[1:])],
+)
 def test_ttft_at_low_load(name: str) -> None:
     solution, prediction = planned(name, 0.05)
     result = simulated(name, solution.lambda_max_rps * 0.05, 12_000)
@@ -80,7 +79,8 @@ def test_mean_wait_at_high_load(name: str) -> None:
     assert result.stable
 
 
-@OFTEN
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DEPLOYMENTS)
 def test_queues_grow_where_only_the_paper_reading_claims_stability(name: str) -> None:
     """Jensen's gap: representative lengths understate the work."""
     problems, exact, paper = study()

@@ -55,7 +55,7 @@ def test_an_impossible_load_is_named() -> None:
     assert done.returncode != 0 and "--load" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_speed_beside_a_peer(tmp_path: Path, trace: Path) -> None:
     peer = tmp_path / "some_peer.py"
     peer.write_text(
@@ -117,7 +117,7 @@ def test_a_part_of_the_comparison_runs_on_other_seeds(trace: Path) -> None:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_the_times_of_two_workers_and_of_one_are_compared(trace: Path) -> None:
     options = ("--seeds", 1, "--only", "burst", "--workers", 2, "--compare-workers")
     done = run_bench("policies", "--trace", trace, *options)

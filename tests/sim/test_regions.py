@@ -229,7 +229,7 @@ def test_unequal_links_are_used_as_planned(policy: str) -> None:
         assert share == pytest.approx(planned.shares[0], abs=0.01)
 
 
-@BOTH
+@pytest.mark.parametrize("policy", [pytest.param("paper", marks=pytest.mark.grid), "adaptive"])
 @pytest.mark.parametrize(
     "seed", [pytest.param(2, marks=pytest.mark.slow), pytest.param(7, marks=pytest.mark.grid)]
 )

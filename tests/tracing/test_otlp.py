@@ -156,6 +156,7 @@ def the(spans: list[ReceivedSpan], name: str, node: str = "") -> ReceivedSpan:
     return span
 
 
+@pytest.mark.slow
 async def test_a_trace_of_an_offloaded_request(tmp_path: Path) -> None:
     async with traced_deployment(tmp_path) as traced:
         await traced.ask(0)  # connections are made

@@ -28,7 +28,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MadeCheckpoint]:
     return {arch: make_checkpoint(folder / arch, arch) for arch in ARCHITECTURES}
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "arch",
+    [
+        # The default model, with which most other tests generate, takes longest.
+        pytest.param(arch, marks=pytest.mark.slow if arch == "kimi-linear" else ())
+        for arch in ARCHITECTURES
+    ],
+)
 def test_greedy_tokens_depend_on_the_whole_prompt(
     made: dict[str, MadeCheckpoint], arch: str
 ) -> None:

@@ -56,7 +56,7 @@ def test_chunked_prefill_and_decode(arch: str, length: int) -> None:
 @pytest.mark.parametrize(
     "length", (150, *(pytest.param(n, marks=models.grid) for n in LENGTHS[1:]))
 )
-@pytest.mark.parametrize("arch", models.archs(models.ALL, "kimi-linear", "mimo", "deepseek-v3"))
+@pytest.mark.parametrize("arch", models.archs(models.ALL, "kimi-linear", "mimo"))
 def test_state_as_bytes_and_back(arch: str, length: int) -> None:
     """From the last boundary, and from the last token but one."""
     prompt = models.prompt(arch, length)

@@ -14,6 +14,9 @@ from prfaas.faults.deployment import FaultDeployment, planning_gateways
 from tests.complaints import check_output
 from tests.faults.conftest import EACH, FaultSetup
 
+# Others strike the same parts, or drain the same way.
+IN_GRID = ("follower-killed", "gateways-cut", "prfaas-cluster-drained")
+
 
 def test_every_fault_has_a_name_of_its_own() -> None:
     names = [fault.name for fault in (*FAULTS, *CLUSTER_FAULTS)]
@@ -22,7 +25,13 @@ def test_every_fault_has_a_name_of_its_own() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("fault", CLUSTER_FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(one, id=one.name, marks=pytest.mark.grid if one.name in IN_GRID else ())
+        for one in CLUSTER_FAULTS
+    ],
+)
 def test_emulated(two_by_two: FaultSetup, fault: Fault) -> None:
     assert fault in faults_of(len(two_by_two.deployment.layout.homes))
     found = two_by_two.run(two_by_two.campaign.run(fault))

@@ -59,14 +59,11 @@ def test_a_simulation_of_policies_and_baselines(prfaas: Command) -> None:
     assert list(found["runs"]) == ["paper", "adaptive", "naive", "homogeneous"]
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize(
     ("name", "arguments", "part"),
     [
-        pytest.param(
-            *("regions", ("--deployments", "3", "--seed", "2", "--seconds", "20"), "deployments"),
-            marks=pytest.mark.grid,
-        ),
+        ("regions", ("--deployments", "3", "--seed", "2", "--seconds", "20"), "deployments"),
         ("agents", ("--sessions", "4", "--seeds", "3"), "runs"),
     ],
 )
