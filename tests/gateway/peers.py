@@ -22,6 +22,7 @@ class Peer:
         self.bodies: dict[str, list[Any]] = {}  # by `METHOD /path`, in the order of arrival
         self.queries: dict[str, list[dict[str, str]]] = {}
         self.traceparents: dict[str, list[str | None]] = {}
+        self.tracestates: dict[str, list[str | None]] = {}
         self._scripts: dict[str, tuple[int, Any]] = {}
         self._lost: set[str] = set()
         self._changed = asyncio.Condition()
@@ -57,6 +58,7 @@ class Peer:
         body = await request.read()
         self.queries.setdefault(what, []).append(dict(request.query))
         self.traceparents.setdefault(what, []).append(request.headers.get("traceparent"))
+        self.tracestates.setdefault(what, []).append(request.headers.get("tracestate"))
         async with self._changed:
             self.bodies.setdefault(what, []).append(msgspec.json.decode(body) if body else None)
             self._changed.notify_all()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.tracing.context import TraceContext, new_trace, parse_traceparent
+from prfaas.tracing.context import TraceContext, join_tracestate, new_trace, parse_traceparent
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -47,6 +47,20 @@ def test_what_is_sent_can_be_read(sampled: bool) -> None:
     child = context.child()
     assert child.trace_id == context.trace_id
     assert child.span_id != context.span_id and child.sampled is sampled
+
+
+def test_the_clients_state_is_passed_on_with_every_call() -> None:
+    state = join_tracestate(["vendor=t61rcWkgMzE", "other=00f067aa0ba902b7"])
+    assert state == "vendor=t61rcWkgMzE,other=00f067aa0ba902b7"
+    context = new_trace(sampled=True)
+    assert context.headers_of("of a call") == {"traceparent": "of a call"}
+    child = context._replace(state=state).child()
+    assert child.headers_of("of a call") == {"traceparent": "of a call", "tracestate": state}
+
+
+@pytest.mark.parametrize("header", ["", " ", "a=1\r\nX: 2", "a=\u00e9", "a=\x00", "a=" + "x" * 511])
+def test_a_state_that_cannot_be_passed_on_is_left_out(header: str) -> None:
+    assert join_tracestate([header]) == ""
 
 
 @given(st.text(max_size=100))

@@ -31,7 +31,7 @@ from prfaas.gateway.prompt_lists.fan_out import (
 from prfaas.gateway.prompt_lists.merging import AnswerMerger
 from prfaas.gateway.request import Backend, GatewayRequest, RequestTrace, Upstream
 from prfaas.gateway.tenants import Tenants
-from prfaas.tracing.context import TRACEPARENT
+from prfaas.tracing.context import TRACEPARENT, TRACESTATE, join_tracestate
 
 CLUSTER_HEADER = "X-Prfaas-Cluster"  # names the PD cluster at which a request arrives
 
@@ -171,8 +171,12 @@ class GenerationApi:
     def _record(
         self, request: web.Request, sender: Sender
     ) -> AbstractContextManager[RequestRecord]:
+        traceparent = request.headers.get(TRACEPARENT)
+        tracestate = ""
+        if traceparent is not None and TRACESTATE in request.headers:
+            tracestate = join_tracestate(request.headers.getall(TRACESTATE))
         return self._request_log.record(
-            sender.request_id, request.path, sender.tenant, request.headers.get(TRACEPARENT)
+            sender.request_id, request.path, sender.tenant, traceparent, tracestate
         )
 
     def _gateway_requests(

@@ -88,12 +88,16 @@ class RequestTrace:
     courses: list[AttemptTrace] = field(default_factory=list)
 
     @classmethod
-    def begin(cls, now_s: float, traceparent: str | None, *, samples: bool) -> RequestTrace:
+    def begin(
+        cls, now_s: float, traceparent: str | None, tracestate: str = "", *, samples: bool
+    ) -> RequestTrace:
         """Of a request that has just arrived. `samples`: this gateway exports its spans."""
         caller = None if traceparent is None else parse_traceparent(traceparent)
         if caller is None:
             return cls(now_s, new_trace(sampled=samples))
-        context = caller.child()._replace(sampled=caller.sampled or samples)
+        context = caller._replace(
+            span_id=new_span_id(), sampled=caller.sampled or samples, state=tracestate
+        )
         return cls(now_s, context, caller.span_id)
 
     def begin_attempt(

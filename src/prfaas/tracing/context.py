@@ -1,6 +1,7 @@
 """The W3C trace context: which trace a call belongs to, and which span has made it. Pure.
 
 traceparent: 00-<trace id, 32 hex digits>-<span id, 16 hex digits>-<flags, 2 hex digits>
+tracestate: what tracing systems tell each other about the trace; it is passed on as it came
 """
 
 from __future__ import annotations
@@ -8,16 +9,19 @@ from __future__ import annotations
 import os
 import random
 import re
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-TRACEPARENT: Final = "traceparent"  # the header's name
+TRACEPARENT: Final = "traceparent"  # the name of the header
+TRACESTATE: Final = "tracestate"
 _SAMPLED = 0x01
 # A later version may append fields, each after a dash; version ff is invalid.
 _PATTERN = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?\Z")
 _NO_TRACE, _NO_SPAN = "0" * 32, "0" * 16
 # Ids are no secrets: a generator of this process makes them without a system call.
 _random_bits = random.Random(os.urandom(32)).getrandbits
-_LONGEST = 512  # characters of a header that is read
+_LONGEST = 512  # characters of a header that is read: as much as the standard demands
+_PRINTABLE = re.compile(r"[ -~]*\Z")
 
 
 class TraceContext(NamedTuple):
@@ -26,6 +30,7 @@ class TraceContext(NamedTuple):
     trace_id: str
     span_id: str
     sampled: bool  # its spans go to the collector, where there is one
+    state: str = ""  # tracestate of the client
 
     @property
     def traceparent(self) -> str:
@@ -37,7 +42,13 @@ class TraceContext(NamedTuple):
 
     def child(self) -> TraceContext:
         """A new span of the same trace."""
-        return TraceContext(self.trace_id, new_span_id(), self.sampled)
+        return self._replace(span_id=new_span_id())
+
+    def headers_of(self, traceparent: str) -> dict[str, str]:
+        """Those of a call with this `traceparent`."""
+        if not self.state:
+            return {TRACEPARENT: traceparent}
+        return {TRACEPARENT: traceparent, TRACESTATE: self.state}
 
 
 def new_trace(*, sampled: bool) -> TraceContext:
@@ -59,3 +70,9 @@ def parse_traceparent(header: str | None) -> TraceContext | None:
     if header.startswith("00") and found[4] is not None:
         return None
     return TraceContext(found[1], found[2], bool(int(found[3], 16) & _SAMPLED))
+
+
+def join_tracestate(headers: Sequence[str]) -> str:
+    """The value of all `tracestate` headers of a request; empty where it cannot be passed on."""
+    joined = ",".join(headers).strip()
+    return joined if len(joined) <= _LONGEST and _PRINTABLE.match(joined) else ""

@@ -64,6 +64,16 @@ async def test_a_request_is_found_by_its_id_and_by_its_trace_id() -> None:
         assert status == 404 and b"has forgotten it" in body
 
 
+async def test_a_trace_keeps_the_state_of_its_client() -> None:
+    async with api_server() as server:
+        assert await post(server, traceparent=PARENT, tracestate="vendor=1,other=2") == 200
+        assert server.backend.traces[-1].context.state == "vendor=1,other=2"
+        # Without a trace of its own it would tell something about another one.
+        assert await post(server, tracestate="vendor=1") == 200
+        assert await post(server, traceparent="nonsense", tracestate="vendor=1") == 200
+        assert [trace.context.state for trace in server.backend.traces[-2:]] == ["", ""]
+
+
 async def test_the_backend_is_asked_for_the_spans_of_the_nodes() -> None:
     async with api_server() as server:
 

@@ -25,7 +25,7 @@ from prfaas.gateway.request import GatewayRequest, RequestTrace
 from prfaas.http_client.client import open_client
 from prfaas.scheduler.request import CacheCopy
 from prfaas.testing.clock import FakeClock
-from prfaas.tracing.context import parse_traceparent
+from prfaas.tracing.context import TraceContext, parse_traceparent
 from prfaas.tracing.spans import CUT
 from prfaas.types import Grant, LinkStats, NodeId, NotNow, TransferId
 from tests.gateway.backends import gateway_request, prompt, until
@@ -146,8 +146,10 @@ async def test_calls_carry_the_context_of_their_spans() -> None:
         await one.kvd.script(OPEN, msgspec.structs.replace(GRANT, traceparent="00-as-it-came"))
         copy = CacheCopy(A, F, 640, 1000, 0.1)
         one.booking.route = one.booking.route._replace(copies=(copy,))
+        one.trace.context = one.trace.context._replace(state="vendor=1")
         await one.carry_out()
         (body,) = await one.node.requested(PREFILL)
+        assert one.node.tracestates[PREFILL] == ["vendor=1"]
         await until(lambda: one.trace.prefilled_s is not None)
         course = one.trace.course
         sent = [
@@ -159,7 +161,7 @@ async def test_calls_carry_the_context_of_their_spans() -> None:
             assert call is not None and call.answered_s is not None
             assert header == call.traceparent
             context = parse_traceparent(header)
-            assert context == (one.trace.context.trace_id, call.span_id, False)
+            assert context == TraceContext(one.trace.context.trace_id, call.span_id, False)
         assert body["kv_transfer_params"]["grant"]["traceparent"] == "00-as-it-came"
 
 

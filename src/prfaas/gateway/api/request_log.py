@@ -46,11 +46,17 @@ class RequestLog:
 
     @contextmanager
     def record(
-        self, request_id: str, path: str, tenant: str, traceparent: str | None = None
+        self,
+        request_id: str,
+        path: str,
+        tenant: str,
+        traceparent: str | None = None,
+        tracestate: str = "",
     ) -> Iterator[RequestRecord]:
         """The record of a request that has arrived. Leaving the block logs and counts the request;
-        the exception that leaves it determines the outcome. `traceparent`: the client's header."""
-        trace = RequestTrace.begin(self.now(), traceparent, samples=self._samples)
+        the exception that leaves it determines the outcome. `traceparent` and `tracestate`: the
+        client's headers."""
+        trace = RequestTrace.begin(self.now(), traceparent, tracestate, samples=self._samples)
         record = RequestRecord(request_id, path, tenant, trace)
         self.metrics.in_flight.inc()
         if self._observer is not None:

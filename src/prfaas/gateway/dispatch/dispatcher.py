@@ -45,7 +45,6 @@ from prfaas.gateway.placement import PlacementRequest
 from prfaas.gateway.request import GatewayRequest, RequestTrace
 from prfaas.gateway.router import Router
 from prfaas.scheduler.request import Request
-from prfaas.tracing.context import TRACEPARENT
 from prfaas.tracing.spans import LOST, NO_MEMORY, NO_STATE, SILENT
 from prfaas.types import ClusterId, NodeId
 
@@ -219,7 +218,7 @@ class Dispatcher:
         if url is None:
             raise AttemptFailed("its engine has just left", route.decode, kind=LOST)
         call = trace.course.decode = begin_call(trace.context, self._clock.now())
-        headers = {"X-Request-Id": request.id, TRACEPARENT: call.traceparent}
+        headers = {"X-Request-Id": request.id, **trace.context.headers_of(call.traceparent)}
         try:
             async with self._fleet.liveness.unless_silent(route.decode):
                 answer = await stack.enter_async_context(

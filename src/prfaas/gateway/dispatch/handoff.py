@@ -36,7 +36,6 @@ from prfaas.gateway.request import GatewayRequest, RequestTrace
 from prfaas.http_client.client import HttpClient
 from prfaas.scheduler.handoff import choose_handoff
 from prfaas.scheduler.request import CacheCopy
-from prfaas.tracing.context import TRACEPARENT
 from prfaas.tracing.spans import CUT, LOST, OTHER, SILENT
 from prfaas.transport.grants import new_transfer_id
 from prfaas.types import BlockHash, ClusterId, Grant, NodeId, NotNow, TransferId
@@ -235,7 +234,8 @@ class HandOff:
             "kv_transfer_params": encode(RemoteDecode(sent, length.handoff_tokens)),
         }
         course.prefill = begin_call(trace.context, self._clock.now())
-        headers = {"X-Request-Id": request.id, TRACEPARENT: course.prefill.traceparent}
+        traced = trace.context.headers_of(course.prefill.traceparent)
+        headers = {"X-Request-Id": request.id, **traced}
         await self._prefill_and_commit(grant, body, headers, length.handoff_tokens, trace)
         trace.committed_s = course.committed_s = self._clock.now()
         self._booking.landed(trace.committed_s)
