@@ -23,7 +23,10 @@ MESSAGES = [{"role": "user", "content": "Why is the sky blue? " * 30}]
 pytestmark = [
     pytest.mark.timeout(900),  # servers start and stop within it
     pytest.mark.parametrize(
-        "case", [("falcon-h1", UNCACHED), ("falcon-h1", ALIGNED)], indirect=True, ids=case_id
+        "case",
+        [pytest.param(("falcon-h1", UNCACHED), marks=pytest.mark.grid), ("falcon-h1", ALIGNED)],
+        indirect=True,
+        ids=case_id,
     ),
 ]
 

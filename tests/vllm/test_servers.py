@@ -19,13 +19,13 @@ from prfaas.text import load_tokenizer
 from prfaas.types import BlockHash, TransferId
 from tests.node.local_api import local_api
 from tests.vllm.cases import (
+    ALIGNED,
     BLOCK,
     BRANCH,
     LENGTHS,
     MAX_TOKENS,
     PROMPTS,
     TURNS,
-    UNCACHED,
     Case,
     boundary,
     case_id,
@@ -89,7 +89,7 @@ COMPARED: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("case", [("falcon-h1", UNCACHED)], indirect=True, ids=case_id)
+@pytest.mark.parametrize("case", [("falcon-h1", ALIGNED)], indirect=True, ids=case_id)
 async def test_a_node_answers_as_vllm_does(case: Case) -> None:
     engine = HFEngine(load_model(case.model.directory), chunk_tokens=64)
     tokenizer = load_tokenizer(case.model.directory)
