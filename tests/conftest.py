@@ -34,6 +34,10 @@ TOGETHER = (
     ("tests/node/test_cache_events.py", "tests/node/test_kept_answers.py"),
     ("tests/tracing/slow_ways/",),
     (
+        *("tests/faults/test_campaign.py", "tests/faults/test_no_way.py"),
+        *("tests/faults/test_pressure.py", "tests/faults/test_soak.py"),
+    ),
+    (
         *("tests/gateway/dispatch/", "tests/gateway/planning/", "tests/gateway/prompt_lists/"),
         "tests/gateway/following/test_through_processes.py",
         *("tests/gateway/test_known_fields.py", "tests/gateway/test_long_term.py"),
@@ -54,17 +58,17 @@ PAIRS = "tests/vllm/test_events.py"
 PAIR_MODELS = ("falcon-h1", "gemma3")
 # These take longest and begin first, so that in the end no process is left alone with one of them.
 LONGEST = (
-    *("tests/faults/clusters/test_cluster_faults.py", "tests/launch/test_regions.py"),
+    *("tests/faults/test_campaign.py", "tests/faults/clusters/test_cluster_faults.py"),
+    "tests/launch/test_regions.py",
     *(f"{PAIRS}:{model}" for model in PAIR_MODELS),
     *("tests/engine/", "tests/gateway/dispatch/", "tests/deploy/test_end_to_end.py"),
     "tests/tracing/slow_ways/",
-    *("tests/faults/test_campaign.py", "tests/node/test_handoff.py", "tests/node/test_faults.py"),
+    *("tests/tracing/test_otlp.py", "tests/node/test_handoff.py", "tests/node/test_faults.py"),
     *("tests/gateway/test_models.py", "tests/testing/test_gpu_bench.py"),
     *("tests/service/test_schemathesis.py", "tests/transport/test_faults_with_workers.py"),
     *("tests/sim/test_agreement.py", "tests/sim/test_benches.py", "tests/node/test_compare.py"),
     *("tests/gateway/test_rolling_upgrade.py", "tests/gateway/test_paused.py"),
     *("tests/gateway/test_moves_bench.py", "tests/security/test_rotation.py"),
-    *("tests/faults/test_pressure.py", "tests/faults/test_soak.py", "tests/faults/test_no_way.py"),
     *("tests/security/test_init_deployment.py", "tests/cli/test_node.py", "tests/cli/test_up.py"),
     *("tests/gateway/api/test_hostile.py", "tests/transport/test_faults.py"),
     *("tests/measure/test_serve_bench.py", "tests/kvd/test_faults.py"),

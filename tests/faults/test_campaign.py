@@ -13,6 +13,8 @@ from tests.faults.conftest import EACH, FaultSetup, sockets
 
 # With a real model's tokens, and its imports at each start, those that lose or damage state.
 WITH_TORCH = ("prefill-killed-sending", "decode-killed-waiting", "decode-kvd-killed", "wan-damage")
+# Another part hangs or slows down in the same way, or other tests kill it.
+IN_GRID = ("decode-kvd-hangs", "decode-worker-hangs", "gateway-killed", "wan-slow")
 # Connections that are pooled, those that other kvds send over (three kvds, four connections each;
 # a kvd and its worker have two sockets for each of them), and those of requests that others make
 # meanwhile.
@@ -21,7 +23,13 @@ SLACK_SOCKETS = 36
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", [one.name for one in FAULTS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(one.name, marks=pytest.mark.grid if one.name in IN_GRID else ())
+        for one in FAULTS
+    ],
+)
 def test_emulated(
     emulated_setup: FaultSetup, seen: dict[str, list[FaultResult]], name: str
 ) -> None:

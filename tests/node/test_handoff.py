@@ -64,7 +64,7 @@ def check_edges(pair: Gateway, seed: int) -> None:
         check_length(pair, length, seed, resumable=bool(seed % 2))
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_every_edge(pair: Gateway) -> None:
     check_edges(pair, seed=0)
 
@@ -99,7 +99,7 @@ def concurrently(pair: Gateway, number: int) -> None:
     pair.decode_host.wait_until_idle()
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_many_at_once(kimi: Gateway) -> None:
     concurrently(kimi, 6)
 

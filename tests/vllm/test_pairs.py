@@ -19,7 +19,7 @@ PAIRS_S = 1_000.0
 # block sizes, the gateway, more ranks than KV heads, and experts are of the grid.
 CASES = [
     pytest.param("falcon-h1", ("node:tp2",), False),
-    pytest.param("deepseek-v3", ("node:tp1",), False),
+    pytest.param("deepseek-v3", ("node:tp1",), False, marks=pytest.mark.grid),
     pytest.param("falcon-h1", ("node:tp2", "tp2:b64"), True, marks=pytest.mark.grid),
     pytest.param("qwen3", ("node:pp2",), False, marks=pytest.mark.grid),
     pytest.param("falcon-h1", ("node:tp4",), False, marks=pytest.mark.grid),
