@@ -6,7 +6,7 @@ import threading
 import urllib.error
 from types import TracebackType
 
-from tests.kubernetes.deployment import HOMES, LOCAL_TOKENS, OFFLOADED_TOKENS, KubernetesDeployment
+from tests.kubernetes.deployment import HOMES, LONG_TOKENS, SHORT_TOKENS, KubernetesDeployment
 from tests.waiting import PATIENCE_S, wait_until
 
 CLIENTS_OF_EACH = 1
@@ -45,7 +45,7 @@ class Load:
         turn = 0
         while not self._stop.is_set():
             turn += 1
-            tokens = LOCAL_TOKENS if turn % LONG_EVERY else OFFLOADED_TOKENS
+            tokens = SHORT_TOKENS if turn % LONG_EVERY else LONG_TOKENS
             try:
                 answer = self._deployment.complete(home, tokens, seed=1000 * turn + number)
                 assert answer["usage"]["completion_tokens"] == 4, answer
