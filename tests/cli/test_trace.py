@@ -117,6 +117,10 @@ def test_without_a_choice_the_requests_are_listed(prfaas: Run, gateway: Gateway)
     assert [one["id"] for one in listed["failed"]] == ["bad"]
 
 
+def test_the_gateway_of_this_machine_is_the_default(prfaas: Run) -> None:
+    assert "[default: http://127.0.0.1:8080]" in " ".join(prfaas("trace", "--help").out.split())
+
+
 def test_an_id_may_have_any_character(prfaas: Run, gateway: Gateway) -> None:
     strange = "a/../b?c#d e"
     one = msgspec.structs.replace(summary(), id=strange)

@@ -14,6 +14,7 @@ import msgspec
 from prfaas.cli.shared_options import as_input_error, read_key
 from prfaas.cli.trace_display import print_followed, print_kept
 from prfaas.config.address import parse_peer_url
+from prfaas.config.gateway import GatewaySection
 from prfaas.config.tls import TlsSection
 from prfaas.contracts.trace_api import REQUESTS_PATH, FollowedRequest, KeptRequests
 from prfaas.display.console import console, print_json
@@ -33,8 +34,9 @@ T = TypeVar("T")
     "--gateway",
     "url",
     metavar="URL",
-    required=True,
-    help="The gateway that served the request: http://HOST:PORT.",
+    default=f"http://127.0.0.1:{GatewaySection().port}",
+    show_default=True,
+    help="The gateway that served the request.",
 )
 @click.option("--slowest", is_flag=True, help="Follow the slowest request that the gateway keeps.")
 @click.option("--failed", is_flag=True, help="Follow the latest request that failed.")
@@ -88,6 +90,7 @@ def trace(
     served many requests since, or is a vLLM server has none, and is named. No collector is needed.
 
     \b
+      prfaas trace --latest
       prfaas trace --gateway http://gw:8080
       prfaas trace req-5f0c1a --gateway http://gw:8080 --operator-key-file operator.key
       prfaas trace --slowest --gateway http://gw:8080 --perfetto slowest.json
