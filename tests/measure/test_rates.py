@@ -14,7 +14,7 @@ from prfaas.errors import PeerError
 from prfaas.measure.host_rates import processes_for
 from prfaas.measure.path_probe import Allowance, Delivery, Frames
 from prfaas.measure.rate_process import Cpu, CpuJob, RateProcess
-from prfaas.measure.rates import Load, RateSenders, split_load, summarise
+from prfaas.measure.rates import Load, RateSenders, all_warmed_up, split_load, summarise
 from prfaas.transport.listener import Listener
 from prfaas.transport.wire import HEADER_BYTES
 from tests.transport.ends import nothing_leaks
@@ -50,6 +50,14 @@ def test_one_acknowledgement_counts_from_the_beginning() -> None:
 
 def test_nothing_has_arrived() -> None:
     assert summarise([]) == summarise([delivery(0, 0.0, 0, 0.0)]) == (0.0, 0.0)
+
+
+def test_a_connection_without_bytes_says_nothing_about_the_warm_up() -> None:
+    warm, cold = delivery(1_000, 3.0, 200, 1.0), Delivery(0.0, 500, 1.0, 500, 1.0, False)
+    nothing = Delivery(0.0, 0, 0.0, 0, 0.0, warmed_up=False)
+    assert all_warmed_up([warm, nothing])
+    assert not all_warmed_up([warm, cold])
+    assert not all_warmed_up([nothing])
 
 
 def test_frames_grow_with_the_bytes_delivered() -> None:

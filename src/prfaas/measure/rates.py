@@ -92,7 +92,7 @@ class RateSenders:
             gbps,
             sum(known) if known else None,
             seconds,
-            warmed_up=all(delivery.warmed_up for delivery in deliveries),
+            warmed_up=all_warmed_up(deliveries),
             processes=len(used),
         )
         return Measured(
@@ -127,6 +127,13 @@ def summarise(deliveries: Sequence[Delivery]) -> tuple[float, float]:
         nbytes = sum(delivery.nbytes for delivery in arrived)
         seconds = last_s - min(delivery.began_s for delivery in arrived)
     return (nbytes * 8 / seconds / 1e9, seconds) if seconds > 0 else (0.0, 0.0)
+
+
+def all_warmed_up(deliveries: Sequence[Delivery]) -> bool:
+    """Of the connections that delivered something: those of one process share their bytes, and one
+    may have used them up before another began. Pure."""
+    arrived = [delivery.warmed_up for delivery in deliveries if delivery.nbytes]
+    return bool(arrived) and all(arrived)
 
 
 def _collect(processes: Sequence[RateProcess], kind: type[T], within_s: float) -> list[T]:
