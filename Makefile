@@ -1,7 +1,7 @@
 # make demo        set up and run the demo: a deployment that serves, compared with its baselines
 # make up          set up and serve the demo's deployment until Ctrl-C
 # make test        set up and run the tests, without those marked slow or grid
-# make test-slow   the tests marked slow: every fault, and real models with the gateway
+# make test-slow   the tests marked slow: most faults, and real models with the gateway
 # make test-gpu    the tests marked gpu, on a machine with one, without a network (docs/gpu.md)
 # make test-vllm   the connector against real vLLM servers, in its own environment
 # make test-harnesses  lm-eval, vllm bench serve, aiperf and guidellm against the gateway, each in its

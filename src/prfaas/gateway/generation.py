@@ -171,12 +171,12 @@ class GenerationApi:
     def _record(
         self, request: web.Request, sender: Sender
     ) -> AbstractContextManager[RequestRecord]:
-        traceparent = request.headers.get(TRACEPARENT)
-        tracestate = ""
-        if traceparent is not None and TRACESTATE in request.headers:
-            tracestate = join_tracestate(request.headers.getall(TRACESTATE))
         return self._request_log.record(
-            sender.request_id, request.path, sender.tenant, traceparent, tracestate
+            sender.request_id,
+            request.path,
+            sender.tenant,
+            request.headers.get(TRACEPARENT),
+            join_tracestate(request.headers.getall(TRACESTATE, ())),
         )
 
     def _gateway_requests(

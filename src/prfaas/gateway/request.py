@@ -91,7 +91,8 @@ class RequestTrace:
     def begin(
         cls, now_s: float, traceparent: str | None, tracestate: str = "", *, samples: bool
     ) -> RequestTrace:
-        """Of a request that has just arrived. `samples`: this gateway exports its spans."""
+        """Of a request that has just arrived. `samples`: this gateway exports its spans. A
+        `tracestate` belongs to the trace of its `traceparent`, and counts with a valid one only."""
         caller = None if traceparent is None else parse_traceparent(traceparent)
         if caller is None:
             return cls(now_s, new_trace(sampled=samples))

@@ -26,6 +26,7 @@ from prfaas.gateway.planning.prefix_copies import PrefixCopies
 from prfaas.gateway.request import RequestTrace
 from prfaas.http_client.client import open_client
 from prfaas.testing.clock import FakeClock
+from prfaas.tracing.context import new_trace
 from prfaas.types import Grant, TransferId
 from tests.gateway.backends import gateway_request, prompt
 from tests.gateway.fleets import LONG, PD, fleet_and_router, with_timeouts
@@ -35,6 +36,7 @@ CHAT, COMPLETIONS = "POST /v1/chat/completions", "POST /v1/completions"
 ID = TransferId("7f0c8a5e-2f8e-4d8c-9d0b-5a1f3f6f0001")  # every transfer's, see `same_id`
 OPEN, STATUS, ABORT = "POST /v1/open", f"GET /v1/transfers/{ID}", f"POST /v1/transfers/{ID}/abort"
 GRANT = Grant(ID, "token", "b:7400", {}, 1000, 60.0)
+TRACESTATE = "vendor=1"
 FAILED = {"error": {"message": "Internal server error", "type": "Internal Server Error"}}
 
 
@@ -97,7 +99,8 @@ async def case(limits: GatewaySection = DEFAULTS) -> AsyncIterator[Case]:
         await engine.script(f"{CHAT}/render", {})
 
         async def answer() -> None:
-            async with dispatcher.answer(request, RequestTrace(0.0)):
+            context = new_trace(sampled=False)._replace(state=TRACESTATE)
+            async with dispatcher.answer(request, RequestTrace(0.0, context)):
                 raise AssertionError("the engine has answered")
 
         answering = asyncio.create_task(answer())
@@ -107,6 +110,12 @@ async def case(limits: GatewaySection = DEFAULTS) -> AsyncIterator[Case]:
         finally:
             answering.cancel()
             await asyncio.wait([answering])
+
+
+async def test_both_engines_get_the_tracestate_of_the_client() -> None:
+    async with case() as one:
+        sent = one.engine.tracestates
+        assert (sent[COMPLETIONS], sent[CHAT]) == ([TRACESTATE], [TRACESTATE])
 
 
 LOST = [
