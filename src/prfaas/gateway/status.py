@@ -101,10 +101,8 @@ class GatewayStatus:
         if not self._router.plans:
             return UNPLANNED
         homes = [self._fleet.board.cluster(home) for home in self._router.serving_homes]
-        nodes = [node for home in homes for node in home.nodes if node.usable]
-        # While nodes restart, or have other KV formats, one that prefills decodes as well.
-        alone = self._fleet.members.is_restarting(self._clock.now()) or len(self._fleet.sets) > 1
-        if any(node.role == "decode" or alone for node in nodes):
+        # Where no node has the role, one that prefills decodes as well.
+        if any(node.usable for home in homes for node in home.nodes):
             return ""
         return "no node that decodes is in use"
 
@@ -375,8 +373,8 @@ def explanation_json(
     else:
         decode = found.chosen.decode
         chosen = {"wait": False, **found.chosen._asdict()}
-        del chosen["next_remainder_s"]  # a time of the gateway's own clock
-        chosen["remainder"] = found.chosen.is_remainder
+        del chosen["next_alone_s"]  # a time of the gateway's own clock
+        chosen["alone"] = found.chosen.alone
         chosen["form"] = form_between(found.chosen.prefill, decode)
         chosen["copies"] = [copy._asdict() for copy in found.chosen.copies]
     return {
@@ -388,7 +386,8 @@ def explanation_json(
                 "node": option.node,
                 "cached_tokens": option.cached_tokens,
                 "copies": len(option.copies),
-                "remainder": option.decodes,
+                "alone": option.alone,
+                "declined": option.declined or None,
                 # To the decode node of the chosen route; another set has other decode nodes.
                 "form": None if decode is None else form_between(option.node, decode),
                 "ttft_s": option.forecast.ttft_s,
