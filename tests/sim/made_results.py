@@ -67,8 +67,8 @@ def result(
         plans=tuple(PlanChange(10.0 * k, plan) for k in range(plans)),
         copies=3,
         copied_bytes=2_000_000_000,
-        remainders=5,
-        remainder_s=2.5,
+        alone=5,
+        alone_s=2.5,
         spans=spans,
         window_s=(count / 10, float(count - 1)),
     )

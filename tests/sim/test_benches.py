@@ -47,7 +47,7 @@ def test_agents_with_and_without_kept_answers() -> None:
     shares = found["computed_share"]
     assert shares["kept"] < shares["without"] < 0.2
     assert found["computed_ratio"]["kept"] == round(shares["kept"] / shares["without"], 3)
-    assert run["remainders"] == run["kept"]  # only `adaptive` gives remainders to decode nodes
+    assert run["kept"]["alone"] == 0  # only `adaptive` lets decode nodes serve by choice
 
 
 def test_an_impossible_load_is_named() -> None:

@@ -1,10 +1,11 @@
 import pytest
 
 from prfaas.planner.profile import DecodeRate, DecodeStep
+from prfaas.scheduler.board import Dispatch
 from prfaas.scheduler.request import Route
 from prfaas.sim.attempt import Attempt
 from prfaas.sim.events import Events
-from prfaas.sim.nodes import Batch, SimNode
+from prfaas.sim.nodes import Batch
 from prfaas.types import ClusterId, NodeId
 
 CONSTANT = DecodeRate(4, 0.1)
@@ -15,7 +16,7 @@ SLOWING = DecodeRate(2, 0.2, (DecodeStep(1, 0.1), DecodeStep(2, 0.2)))
 def attempt(index: int) -> Attempt:
     here = ClusterId("c")
     way = Route(here, NodeId("a"), here, NodeId("a"), False, 0, 1, 1, 1.0, (), "test")
-    return Attempt(index, way, 0.0)
+    return Attempt(index, way, Dispatch(way, 0.0, 0.0))
 
 
 def ends(rate: DecodeRate, starts: dict[float, int]) -> tuple[dict[int, float], list[float]]:
@@ -72,15 +73,3 @@ def test_a_lost_node_ends_no_request(rate: DecodeRate) -> None:
     batch.start(attempt(1), 20)
     events.run_before(float("inf"))
     assert [j.index for j in ended] == [1] and batch.running == 0
-
-
-def test_work_is_the_queue_and_the_rest_of_the_running_prefill() -> None:
-    events = Events()
-    node = SimNode(
-        NodeId("a"), ClusterId("c"), "prefill", Batch(events, CONSTANT, lambda _: None), 0.0
-    )
-    assert node.work_s(5.0) == 0 and node.drained
-    node.running = attempt(0)
-    node.running.started_s, node.running.service_s = 4.0, 3.0
-    node.queued_s = 2.5
-    assert node.work_s(5.0) == 4.5

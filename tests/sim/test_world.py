@@ -10,7 +10,7 @@ import pytest
 from prfaas.cache.replay import block_hashes
 from prfaas.config.deployment import (
     AdaptiveSection,
-    RemaindersSection,
+    AloneSection,
     ReplanSection,
     SchedulerSection,
 )
@@ -20,17 +20,26 @@ from prfaas.planner.profile import DecodeRate, DecodeStep
 from prfaas.planner.workload import lognormal
 from prfaas.scheduler.plan import find_optimum
 from prfaas.sim.arrivals import Arrivals, poisson, replay
-from prfaas.sim.config import CacheConfig, NodeFault, RateChange, SimConfig, link_id
+from prfaas.sim.config import (
+    CacheConfig,
+    ClusterFault,
+    NodeFault,
+    RateChange,
+    SimConfig,
+    SlowFault,
+    link_id,
+)
 from prfaas.sim.results.result import Result
 from prfaas.sim.run import simulate
-from prfaas.types import NodeId
+from prfaas.types import ClusterId, NodeId
 from tests.planner.builders import FAST, SLOW, problem
 
 # Two PrfaaS nodes and four local ones, of which one prefills; 4.7 requests/s at most.
 SMALL = problem(fabric=Path(1e9, 0.0))
+PREFILL = NodeId("near-0")
 DECODE = [NodeId(f"near-{k}") for k in (1, 2, 3)]
 LINK = link_id(SMALL, 0)
-SLOTS = 16  # of the decode nodes that prefill remainders
+SLOTS = 16  # of decode nodes
 POLICIES = ["paper", "adaptive", "local", "remote"]
 
 
@@ -62,7 +71,10 @@ def test_every_request_is_accounted_for(policy: str) -> None:
         assert far.all() if policy == "remote" else not far.any()
     new = rows.prompt_tokens
     assert rows.prefill_s[far] == pytest.approx(FAST.seconds(new[far].astype(float)))
-    assert rows.prefill_s[~far] == pytest.approx(SLOW.seconds(new[~far].astype(float)))
+    # Between the chunks of a prompt that a decode node serves alone, others have decode steps.
+    steps = (rows.prefill_s[~far] - SLOW.seconds(new[~far].astype(float))) / 0.02
+    assert steps == pytest.approx(np.round(steps), abs=1e-6) and (steps > -1e-6).all()
+    assert (steps > 0.5).sum() <= result.alone
     carried = sum(bits.sum() for bits in result.series.egress_bits.values())
     assert carried == pytest.approx(((new[far] * 1000 + 50_000) * 8).sum(), rel=1e-3)
 
@@ -195,7 +207,7 @@ def test_a_lost_prefill_node_costs_time_but_no_request(policy: str, lost: str) -
 
 
 def test_a_lost_decode_node_breaks_streams_and_restarts_the_rest() -> None:
-    faults = tuple(NodeFault(node, 200.0, 260.0) for node in DECODE)
+    faults = tuple(NodeFault(node, 200.0, 260.0) for node in (PREFILL, *DECODE))
     rows = simulate(SMALL, traffic(), config(faults=faults)).requests
     assert not np.isnan(rows.first_token_s).any(), "they come back"
     broken = np.isnan(rows.last_token_s)
@@ -205,7 +217,7 @@ def test_a_lost_decode_node_breaks_streams_and_restarts_the_rest() -> None:
 
 
 def test_a_run_does_not_wait_for_requests_that_can_never_end() -> None:
-    faults = tuple(NodeFault(node, 10.0) for node in DECODE)
+    faults = tuple(NodeFault(node, 10.0) for node in (PREFILL, *DECODE))
     result = simulate(SMALL, traffic(requests=100), config(faults=faults))
     assert np.isnan(result.requests.first_token_s).any() and not result.stable
 
@@ -274,39 +286,74 @@ def long_answers(turns: int = 5, talks: int = 20) -> list[TraceRow]:
     return rows
 
 
-def slow_fabric(tokens: int, *, loses: bool = False) -> Result:
+def slow_fabric(margin_s: float, *, loses: bool = False) -> Result:
     """Answers that take longer to copy to a prefill node than their next turn takes where they
     are. `loses`: a decode node is lost meanwhile."""
-    rules = SchedulerSection(
-        remainders=RemaindersSection(tokens=tokens, margin_s=0.0, slowdown=1.0)
-    )
+    rules = SchedulerSection(alone=AloneSection(margin_s=margin_s, slowdown=1.0))
     given = problem(fabric=Path(1e6, 0.0), prfaas=0, fixed_prefill=1, bs_max=SLOTS)
     faults = (NodeFault(NodeId("near-3"), 200.0, 260.0),) if loses else ()
     options = SimConfig(scheduler=rules, cache=CacheConfig(1e12), faults=faults)
     return simulate(given, replay(long_answers(), seed=1), options)
 
 
-def test_decode_nodes_prefill_short_remainders_and_decode_more_slowly() -> None:
-    without, found = slow_fabric(0), slow_fabric(2048)
+def test_decode_nodes_serve_short_remainders_alone_and_decode_more_slowly() -> None:
+    without, found = slow_fabric(1e6), slow_fabric(0.0)
     check_accounts(found)
-    assert (without.remainders, without.remainder_s) == (0, 0.0)
-    assert found.remainders > 10 and found.remainder_s > 0
+    assert (without.alone, without.alone_s) == (0, 0.0)
+    assert found.alone > 10 and found.alone_s > 0
     assert found.requests.ttft_s.mean() < without.requests.ttft_s.mean()
 
     def decoding_s(result: Result) -> float:
         return float((result.requests.last_token_s - result.requests.first_token_s).sum())
 
-    # Each remainder delays the requests that decode beside it, and no others.
+    # Each prefill delays the requests that decode beside it, and no others.
     delayed_s = decoding_s(found) - decoding_s(without)
-    assert 0 < delayed_s <= found.remainder_s * SLOTS
+    assert 0 < delayed_s <= found.alone_s * SLOTS
 
 
-def test_a_lost_decode_node_loses_its_remainders_and_no_request() -> None:
-    found = slow_fabric(2048, loses=True)
-    assert found.remainders > 0
+def test_a_lost_decode_node_loses_what_it_serves_alone_and_no_request() -> None:
+    found = slow_fabric(0.0, loses=True)
+    assert found.alone > 0
     again = found.requests.retries > 0
     ended = ~np.isnan(found.requests.last_token_s)
     assert (ended | again | ~np.isnan(found.requests.first_token_s)).all()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_request_is_served_while_one_node_lives(policy: str) -> None:
+    """Also without a new plan, and at a decode node that never was to prefill."""
+    lost = ClusterFault(ClusterId("far"), 20.0)
+    local = tuple(NodeFault(NodeId(f"near-{k}"), 20.0) for k in (0, 1, 2))
+    arrivals = poisson(SMALL.workload, 0.5, 30, seed=3)
+    for faults in ((lost, local[0]), (lost, *local)):
+        alone = faults != (lost, local[0]) or policy != "local"  # which plans more prefill nodes
+        result = simulate(SMALL, arrivals, config(policy, faults=faults))
+        check_accounts(result)
+        begun = result.requests.arrival_s > 25.0
+        assert begun.any() and np.isfinite(result.requests.last_token_s[begun]).all()
+        assert (result.alone > 0) == alone
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "paper", "remote"])
+def test_a_slow_node_gets_little_and_has_its_share_again(policy: str) -> None:
+    """Of the two PrfaaS nodes one is slow for two minutes. It is known within ten prefills."""
+    slow = SlowFault(NodeId("far-1"), 20.0, 60.0, 180.0)
+    arrivals = poisson(SMALL.workload, 0.6, 240, seed=5)
+    result = simulate(SMALL, arrivals, config(policy, faults=(slow,), timeline=True))
+    check_accounts(result)
+    begun = [
+        span.start_s
+        for span in result.spans
+        if span.name == "prefill" and span.track == slow.node and span.start_s > slow.at_s
+    ]
+    during = [at_s for at_s in begun if at_s < slow.until_s]
+    assert 1 <= len(during) <= 10
+    back = [
+        span.track
+        for span in result.spans
+        if span.name == "prefill" and span.track.startswith("far") and span.start_s > 240.0
+    ]
+    assert back.count(slow.node) > 0.3 * len(back)
 
 
 def test_a_small_cache_hits_less_and_a_lost_node_forgets() -> None:

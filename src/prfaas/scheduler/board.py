@@ -47,7 +47,7 @@ class OwnRequests(NamedTuple):
 class OwnPrefills(NamedTuple):
     """Prefills of this router that a node has not finished."""
 
-    count: int
+    prefills: int
     left_s: float
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias
 
 from prfaas.config.deployment import ReplanSection
+from prfaas.planner.alone import local_only
 from prfaas.planner.curves import Atoms, WorkCurves, cut_workload
 from prfaas.planner.optimise import optimise, stage_rates
 from prfaas.planner.problem import Pool, Problem
@@ -180,13 +181,27 @@ class Solver:
         self._curves = WorkCurves(cut_workload(work), Atoms(work, problem.spec), reading="exact")
 
     def best(self, n_prefill: int | None = None) -> Optimum:
-        """With `n_prefill` the split is given, and only the threshold is optimised."""
+        """With `n_prefill` the split is given, and only the threshold is optimised. Where all PrfaaS
+        clusters are lost, the local nodes may serve most if each of them serves alone."""
         problem, curves = self._problem, self._curves
         if n_prefill is not None:
             problem = replace(problem, local=replace(problem.local, fixed_prefill=n_prefill))
+        if self._may_serve_alone(problem):
+            local = local_only(problem, curves)
+            if local.alone:
+                everything = int(curves.cuts.threshold[-1])
+                return Optimum(everything, 0, local.rps, (0.0,) * len(problem.remotes))
         choice = optimise(problem, curves)
         at = stage_rates(problem, curves, choice)
         # Without a live PrfaaS node, every share is 0.
         shares = tuple(theta / at.prfaas if at.prfaas else 0.0 for theta in at.each_prfaas)
         threshold = int(curves.cuts.threshold[choice.row])
         return Optimum(threshold, choice.n_prefill, at.lambda_max, shares)
+
+    @staticmethod
+    def _may_serve_alone(problem: Problem) -> bool:
+        """Nodes are not planned to serve alone where a split was asked for: by the deployment file,
+        or by a deployment without PrfaaS clusters that has two nodes."""
+        if problem.local.fixed_prefill or any(r.pool.instances for r in problem.remotes):
+            return False
+        return bool(problem.remotes) or problem.local.pool.instances == 1

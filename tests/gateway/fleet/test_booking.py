@@ -4,10 +4,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.gateway.fleet.booking import Booking
-from prfaas.gateway.fleet.prefill_work import PrefillWork
+from prfaas.gateway.fleet.gateway_work import GatewayWork
 from prfaas.scheduler.board import Board
 from prfaas.scheduler.request import Route
 from prfaas.scheduler.view import LinkView
+from prfaas.testing.clock import FakeClock
 from tests.scheduler.views import BACK, COSTS, FAR, LOCAL, NEAR, OUT, REMOTE, books
 
 STEPS = st.lists(st.sampled_from(["prefilled", "landed", "close"]), max_size=6)
@@ -20,7 +21,9 @@ def test_after_its_end_a_request_leaves_nothing_on_the_board(
     """Steps of several attempts in any order, each booked any number of times."""
     link = LinkView(True, 1e8, 0.01, None, 0.0)
     board = Board(COSTS, [(NEAR, LOCAL), (FAR, REMOTE)], {OUT: link, BACK: link}, slots=4)
-    work = {name: PrefillWork() for name in (*LOCAL, *REMOTE)}
+    work = GatewayWork(board, FakeClock())
+    for name in (*LOCAL, *REMOTE):
+        work.add(name)
     start = books(board)
     freed: list[int] = []
     bookings = []
@@ -28,9 +31,7 @@ def test_after_its_end_a_request_leaves_nothing_on_the_board(
         prefill = REMOTE[0] if offloaded else LOCAL[0]
         cluster = FAR if offloaded else NEAR
         route = Route(cluster, prefill, NEAR, LOCAL[2], offloaded, 0, 100, 1000, 2.0, (), "test")
-        bookings.append(
-            Booking(board, work[prefill], route, 5e8, 0.0, lambda i=index: freed.append(i))
-        )
+        bookings.append(Booking(board, work, route, 5e8, 0.0, lambda i=index: freed.append(i)))
     todo = [(b, step) for b, (_, steps) in zip(bookings, attempts, strict=True) for step in steps]
     random.shuffle(todo)  # type: ignore[attr-defined]
     for now_s, (booking, step) in enumerate(todo):
@@ -43,7 +44,7 @@ def test_after_its_end_a_request_leaves_nothing_on_the_board(
     for booking in bookings:
         booking.close(100.0)
     assert sorted(freed) == list(range(len(attempts))), "each prefill node is free of it once"
-    assert all(len(each) == 0 for each in work.values())
+    assert not any(work.prefills_at(name) for name in work)
     for name in (LOCAL[0], REMOTE[0]):
         board.forget_work(name)
     assert books(board) == start

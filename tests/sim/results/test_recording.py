@@ -37,6 +37,7 @@ def test_nodes_do_what_the_requests_say(policy: Policy) -> None:
     begun_s = rows.arrival_s + rows.wait_s
     prefilled_s = begun_s + rows.prefill_s
     decoded_s = prefilled_s + rows.transfer_s + rows.slot_wait_s
+    alone = np.array([ROUTE_KINDS[kind] == "alone" for kind in recording.routes.kind])
     assert len(recording.moments) > 50
     for moment in recording.moments:
         at_s = moment.at_s
@@ -45,7 +46,8 @@ def test_nodes_do_what_the_requests_say(policy: Policy) -> None:
             found[node.role] += node.active
         prefills = (begun_s <= at_s) & (at_s < prefilled_s)
         decodes = (decoded_s <= at_s) & (at_s < rows.last_token_s)
-        assert found == {"prefill": prefills.sum(), "decode": decodes.sum()}
+        decodes |= prefills & alone
+        assert found == {"prefill": (prefills & ~alone).sum(), "decode": decodes.sum()}
 
 
 def test_links_carry_what_the_series_says() -> None:
@@ -110,7 +112,11 @@ def test_explanations_have_the_route_that_was_taken() -> None:
         taken = recording.nodes[routes.prefill[index]].name
         (option,) = [option for option in found.alternatives if option.node == taken]
         # The prediction of the prefill is exact here: no cache, and nodes as their profiles say.
-        assert option.forecast.prefill_s == pytest.approx(result.requests.prefill_s[index])
+        # One that a decode node serves alone has steps of the others between its chunks.
+        predicted_s = option.forecast.prefill_s
+        if option.alone:
+            predicted_s += option.forecast.decode_s - SMALL.local.decode.t_decode_s
+        assert predicted_s == pytest.approx(result.requests.prefill_s[index])
 
 
 def test_lost_nodes_and_cut_links_are_seen() -> None:

@@ -64,7 +64,7 @@ class GatewayWork:
         """Prefills of this gateway that the node has not finished."""
         if node is None or node not in self._mean_s:
             return 0
-        return self._board.own_prefills(node, self._clock.now()).count
+        return self._board.own_prefills(node, self._clock.now()).prefills
 
     def has_other_prefills(self, node: NodeId) -> bool:
         """Whether other gateways prefill there."""
@@ -108,9 +108,9 @@ class GatewayWork:
         now = self._clock.now()
         found = {}
         for node in self._mean_s:
-            prefills = self._board.own_prefills(node, now)
+            own = self._board.own_prefills(node, now)
             active = self._board.own_requests(node).active
-            load = OthersWork(prefills.count, prefills.left_s, active)
+            load = OthersWork(own.prefills, own.left_s, active)
             if load != NO_WORK:
                 found[node] = load
         return found
