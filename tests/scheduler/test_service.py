@@ -1,0 +1,97 @@
+"""How well a PD cluster is served, and the words for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from prfaas.scheduler.plan import Plan
+from prfaas.scheduler.service import ClusterNodes, Service, judge_service, why_no_prefill_at
+from prfaas.types import ClusterId, NodeId
+from tests.scheduler.views import FAR, NEAR, PLAN
+
+DECODE_ONLY: Plan = replace(PLAN, roles={NodeId(f"near-{i}"): "decode" for i in range(3)})
+NO_CAPACITY = replace(DECODE_ONLY, capacity_rps=0.0)
+HERE = ClusterNodes(NEAR, prefilling=0, decoding=3)
+THERE = ClusterNodes(FAR, prefilling=2)
+ALONE = "and near has no prefill node in use: decode nodes prefill for themselves"
+
+
+def test_a_home_with_a_remote_or_a_local_prefill_node_is_served() -> None:
+    assert judge_service(HERE, [THERE], DECODE_ONLY) == Service("served")
+    lost = THERE._replace(prefilling=0, others={"lost": 2})
+    assert judge_service(HERE._replace(prefilling=1), [lost], PLAN) == Service("served")
+    other = THERE._replace(cluster=ClusterId("other"))
+    assert judge_service(HERE, [lost, other], DECODE_ONLY) == Service("served")
+
+
+@pytest.mark.parametrize(
+    ("remote", "why"),
+    [
+        (THERE._replace(drained=True), "the PrfaaS cluster far is drained"),
+        (ClusterNodes(FAR, others={"lost": 1}), "no node of far prefills: its only node is lost"),
+        (ClusterNodes(FAR, others={"lost": 2}), "no node of far prefills: both are lost"),
+        (ClusterNodes(FAR), "no node of far prefills: it has none"),
+        (THERE._replace(link_up=False), "the link from far to near is cut"),
+    ],
+)
+def test_without_a_prefill_node_decode_nodes_prefill_for_themselves(
+    remote: ClusterNodes, why: str
+) -> None:
+    assert why_no_prefill_at(remote, NEAR) == why
+    found = judge_service(HERE, [remote], DECODE_ONLY)
+    assert found == Service("degraded", f"{why}, {ALONE}")
+    found = judge_service(HERE, [remote], NO_CAPACITY)
+    problem = f"the plan of near has capacity 0, as {why}, and near has no prefill node in use"
+    assert found == Service("unserved", problem)
+
+
+def test_several_remotes_are_all_named() -> None:
+    cut = THERE._replace(cluster=ClusterId("other"), link_up=False)
+    (found,) = {judge_service(HERE, [THERE._replace(drained=True), cut], DECODE_ONLY).reason}
+    assert found.startswith("the PrfaaS cluster far is drained and the link from other to near is")
+
+
+def test_a_lost_local_prefill_node_degrades_and_a_plan_without_any_does_not() -> None:
+    here = HERE._replace(others={"lost": 1})
+    assert judge_service(here, [], PLAN).level == "degraded", "the plan has prefill nodes"
+    assert judge_service(here, [], DECODE_ONLY) == Service("served"), "this is the plan"
+
+
+@pytest.mark.parametrize(
+    ("home", "why"),
+    [
+        (ClusterNodes(NEAR, others={"lost": 3}), "no node of near decodes: all 3 are lost"),
+        (ClusterNodes(NEAR, others={"lost": 1}), "no node of near decodes: its only node is lost"),
+        (ClusterNodes(NEAR, 1), "no node of near decodes: its only node prefills"),
+        (ClusterNodes(NEAR, 2), "no node of near decodes: both prefill"),
+        (
+            ClusterNodes(NEAR, 1, others={"lost": 2, "waiting for a role": 1}),
+            "no node of near decodes: 2 are lost, 1 is waiting for a role, 1 prefills",
+        ),
+        (ClusterNodes(NEAR), "no node of near decodes: it has none"),
+        (ClusterNodes(NEAR, others={"unused": 3}, drained=True), "near is drained"),
+    ],
+)
+def test_without_a_decode_node_nothing_is_served(home: ClusterNodes, why: str) -> None:
+    assert judge_service(home, [THERE], PLAN) == Service("unserved", why)
+    found = judge_service(home, [THERE], PLAN, [ClusterId("west")])
+    assert found == Service("degraded", f"{why}: requests of near decode at west")
+
+
+def test_a_home_without_a_plan_is_not_served() -> None:
+    lost = ClusterNodes(NEAR, others={"lost": 2})
+    found = judge_service(lost, [THERE], None).reason
+    assert found == "near has no plan yet, and no node of near answers: both are lost"
+    assert judge_service(HERE, [THERE], None) == Service("unserved", "near has no plan yet")
+
+
+def test_while_a_node_restarts_one_that_prefills_decodes_as_well() -> None:
+    home = ClusterNodes(NEAR, 1, others={"restarting": 1})
+    assert judge_service(home, [THERE], PLAN).level == "unserved"
+    found = judge_service(home, [THERE], PLAN, any_role=True)
+    assert found.level == "degraded"
+    assert found.reason.endswith("1 is restarting, 1 prefills: prefill nodes decode as well")
+    gone = home._replace(prefilling=0)
+    assert judge_service(gone, [THERE], PLAN, any_role=True).level == "unserved"
