@@ -58,6 +58,7 @@ async def test_every_alert_fires_and_every_query_returns_data(tmp_path: Path) ->
     async with observed_deployment(tmp_path) as observed, traffic(observed):
         for step in (
             no_fault,
+            no_prefill_node,
             gateways_that_plan_too,
             a_plan_that_is_not_followed,
             a_tenant_that_floods,
@@ -66,7 +67,6 @@ async def test_every_alert_fires_and_every_query_returns_data(tmp_path: Path) ->
             a_cut_link,
             full_memory,
             processes_that_end_or_stop,
-            no_prefill_node,
             a_node_that_dies,
             a_planner_that_dies,
         ):
