@@ -1,4 +1,4 @@
-"""Agents on the case study's hardware, simulated with and without kept answers and remainders.
+"""Agents on the case study's hardware, simulated with and without kept answers.
 
 \b
     prfaas bench agents [--sessions 200] [--load 0.8] [--policy adaptive] [--no-link-back]
@@ -7,12 +7,12 @@ The traffic is made from a seed (`_agent_traffic.py`): every prompt contains the
 before. All runs of a seed get the same requests at the same times:
 
 \b
-  without       answers are not kept, and only prefill nodes prefill
+  without       answers are not kept
   kept          answers are kept
-  remainders    answers are kept, and decode nodes prefill short remainders
 
 Reported are the share of prompt tokens that were computed, the time to the first token, the time of
-a token after the first, and the remainders. 100% load is the planned capacity for these lengths.
+a token after the first, and the requests that decode nodes served alone. 100% load is the planned
+capacity for these lengths.
 The case study's link goes from the PrfaaS cluster to the PD cluster. Answers are kept at decode
 nodes, so this benchmark adds a link back, equally fast, over which they can be copied.
 """
@@ -47,7 +47,7 @@ from prfaas.studies.problem_files import Study
 from prfaas.studies.simulation_cases import POLICIES, Policy, cache_config, planned_for, routed_by
 
 CASE_STUDY = Path(__file__).parents[1] / "configs" / "case_study.toml"
-RUNS = ("without", "kept", "remainders")
+RUNS = ("without", "kept")
 BUCKET_S = 0.0  # the times are exact, unlike those of the public traces
 
 
@@ -85,13 +85,9 @@ def run_seed(deployment: Deployment, policy: Policy, case: SeedCase) -> dict[str
     cache = cache_config(deployment)
     found: dict[str, Any] = {"seed": case.seed, "load_rps": round(case.load_rps, 3), **case.lengths}
     rules = deployment.scheduler
-    off = msgspec.structs.replace(rules.remainders, tokens=0)
     for name in RUNS:
-        chosen = rules
-        if name != "remainders":
-            chosen = msgspec.structs.replace(rules, remainders=off)
         base = SimConfig(cache=replace(cache, keep_answers=name != "without"), replans=True)
-        result = simulate(case.problem, arrivals, routed_by(policy, chosen, base))
+        result = simulate(case.problem, arrivals, routed_by(policy, rules, base))
         measured, requests = result.measured, result.requests
         prompt = int(requests.prompt_tokens[measured].sum())
         ttft_s = requests.ttft_s[measured]
@@ -103,8 +99,8 @@ def run_seed(deployment: Deployment, policy: Policy, case: SeedCase) -> dict[str
                 "p90": round(float(np.nanquantile(ttft_s, 0.9)), 4),
             },
             "tpot_s": round(float(np.nanmean(requests.tpot_s[measured])), 5),
-            "remainders": result.remainders,
-            "remainder_s": round(result.remainder_s, 1),
+            "alone": result.alone,
+            "alone_s": round(result.alone_s, 1),
             "offloaded": round(float(requests.offloaded[measured].mean()), 3),
             "copied_gb": round(result.copied_bytes / 1e9, 1),
             "stable": result.stable,
@@ -161,13 +157,6 @@ def _ratios(values: dict[str, float]) -> dict[str, float]:
     show_default=True,
     help="A link from the PD cluster to the PrfaaS cluster.",
 )
-@click.option(
-    "--remainder-tokens",
-    default=2048,
-    show_default=True,
-    type=click.IntRange(0),
-    help="Longest remainder that a decode node prefills.",
-)
 @click.option("--seeds", default=3, show_default=True, type=click.IntRange(1))
 @workers_options
 @click.option("--json", "_json", is_flag=True, help="No effect: JSON is printed anyway.")
@@ -178,7 +167,6 @@ def main(
     load: float,
     policy: Policy,
     link_back: bool,
-    remainder_tokens: int,
     seeds: int,
     workers: Workers,
     _json: bool,
@@ -189,10 +177,6 @@ def main(
         sessions=sessions, answer_tokens=answer_tokens, result_tokens=result_tokens
     )
     deployment = read_deployment(link_back=link_back)
-    scheduler = deployment.scheduler
-    remainders = msgspec.structs.replace(scheduler.remainders, tokens=remainder_tokens)
-    scheduler = msgspec.structs.replace(scheduler, remainders=remainders)
-    deployment = msgspec.structs.replace(deployment, scheduler=scheduler)
     cases = {f"seed {seed}": make_case(deployment, traffic, load, seed) for seed in range(seeds)}
     with progress_bar("seeds", seeds) as show:
         found = run_all(partial(run_seed, deployment, policy), cases, workers, progress=show)

@@ -122,26 +122,33 @@ def test_with_local_prefill_nodes_the_loss_of_the_remote_site_shows_in_its_own_m
     assert found.levels == {"pd": "served"} and found.usable == {("pd", "far"): 0.0}
 
 
-def test_without_a_decode_node_the_gateway_is_not_ready() -> None:
+def test_without_a_pd_node_the_gateway_is_not_ready() -> None:
     clock = FakeClock(10.0)
     fleet, router = fleet_and_router(clock)
-    for node in (B, C):
-        fleet.record_problem(member_of(fleet, node), "engine", Refused("http://b:1: refused"))
+    lose(fleet, B, C)
+    found = told(fleet, router, clock)
+    assert (found.unready, found.levels) == ("", {"pd": "degraded"})
+    why = "no node of pd decodes: 2 are lost, 1 prefills: prefill nodes decode as well"
+    assert found.reasons["pd"] == why
+    lose(fleet, A)
     found = told(fleet, router, clock)
     assert found.levels == {"pd": "unserved"}
-    assert found.unready == "no node of pd decodes: 2 are lost, 1 prefills"
+    assert found.unready == "no node of pd is in use: all 3 are lost"
 
 
-def test_a_plan_with_capacity_0_is_no_service() -> None:
+def test_a_drained_pd_cluster_is_not_served() -> None:
+    clock = FakeClock(10.0)
+    fleet, router = fleet_and_router(clock)
+    fleet.set_drained(frozenset({PD}))
+    assert told(fleet, router, clock).unready == "pd is drained"
+
+
+def test_capacity_0_is_told_while_nodes_answer() -> None:
     clock = FakeClock(10.0)
     fleet, router = without_prefill_nodes(clock, capacity_rps=0.0)
     found = told(fleet, router, clock)
-    assert found.levels == {"pd": "unserved"}
-    assert found.unready == "the plan of pd has capacity 0"
-    fall_silent(fleet, clock, F)
-    assert told(fleet, router, clock).unready.startswith(
-        "the plan of pd has capacity 0, as no node of far prefills"
-    )
+    assert (found.unready, found.levels) == ("", {"pd": "degraded"})
+    assert found.reasons["pd"] == "the plan of pd has capacity 0"
 
 
 # Several PD clusters -----------------------------------------------------------------------------
@@ -158,8 +165,8 @@ def test_a_gateway_is_ready_while_it_can_serve_one_of_its_homes() -> None:
     lose(made.fleet, E0, E1)
     found = told(made.fleet, made.router, clock)
     assert found.levels == {"east": "unserved", "west": "served"} and not found.unready
-    assert found.reasons["east"] == "no node of east decodes: both are lost"
-    lose(made.fleet, W1)
+    assert found.reasons["east"] == "no node of east is in use: both are lost"
+    lose(made.fleet, W0, W1)
     found = told(made.fleet, made.router, clock)
     assert set(found.levels.values()) == {"unserved"}
     assert found.unready == f"{found.reasons['east']}; {found.reasons['west']}"

@@ -88,8 +88,8 @@ async def test_avoiding_a_node_is_a_preference() -> None:
 async def test_a_request_waits_until_a_node_can_decode_it() -> None:
     clock = FakeClock()
     fleet, router = fleet_and_router(clock)
-    fleet.drain(B)
-    fleet.drain(C)
+    for node in (A, B, C):
+        fleet.drain(node)
     wanted = placement(LONG, clock)
     waiting = asyncio.create_task(router.place(wanted, 30.0))
     await until(lambda: len(router.waiting_room) == 1)
@@ -102,7 +102,7 @@ async def test_a_request_waits_until_a_node_can_decode_it() -> None:
 
 
 async def test_a_wait_says_for_what_and_since_when() -> None:
-    """First for a busy node; then both nodes that decode are lost, and no node may take it."""
+    """First for a busy node; then every PD node is lost, and no node may take it."""
     clock = FakeClock()
     fleet, router = fleet_and_router(clock, policy="adaptive")
     router.why_unserved = lambda home: f"{home} is lost"
@@ -113,7 +113,7 @@ async def test_a_wait_says_for_what_and_since_when() -> None:
     waiting = asyncio.create_task(router.place(wanted, 0.05))
     await until(lambda: len(router.waiting_room) == 1)
     clock.advance(3.0)
-    for node in (B, C):
+    for node in (A, B, C):
         fleet.drain(node)
     router.retry_waiting()
     with pytest.raises(RequestError, match=r"within 0 s: pd is lost$"):

@@ -39,7 +39,7 @@ def test_a_gateway_without_nodes_is_live_and_not_ready(tmp_path: Path) -> None:
     with gateway(tmp_path, deployment(NOWHERE[:2], NOWHERE[2:])) as (_, url):
         status, found = call("GET", f"{url}/ready")
         assert status == 503 and not found["ready"]
-        problem = f"{HOME} has no plan yet, and no node of {HOME} answers: both are lost"
+        problem = f"{HOME} has no plan yet, and no node of {HOME} is in use: both are lost"
         assert found["reason"] == problem
         assert call("GET", f"{url}/live")[0] == 200
 

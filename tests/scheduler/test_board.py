@@ -50,15 +50,17 @@ def test_a_request_leaves_the_board_in_steps() -> None:
     subject = board()
     start = books(subject)
     for end in ("landed", "given up"):
-        subject.record_dispatch(way(), 5e8, 10.0)
+        job = subject.record_dispatch(way(), 5e8, 10.0)
         if end == "landed":
-            subject.record_handoff(way())
-            assert subject.view(0.0, {}, {}).links[OUT].pending_bytes == 0
+            assert subject.record_prefilled(job, 11.0) and not subject.record_prefilled(job, 11.5)
             assert seen(subject, REMOTE[0]).queued == 0
+            subject.record_handoff(job, 12.0)
+            assert subject.view(0.0, {}, {}).links[OUT].pending_bytes == 0
             assert seen(subject, LOCAL[2]).active == 1, "it decodes now"
-            subject.record_end(way(), 5e8)
+            subject.record_end(job)
         else:
-            subject.record_failure(way(), 5e8)
+            subject.record_failure(job, 12.0)
+        assert subject.own_prefills(REMOTE[0], 12.0) == (0, 0.0)
         subject.forget_work(REMOTE[0])
         assert books(subject) == start
 
@@ -70,23 +72,65 @@ def test_copies_delay_the_start() -> None:
     assert seen(subject, LOCAL[0]).free_at_s == 15.0
 
 
-def test_a_report_corrects_what_it_includes() -> None:
+def test_a_prefill_that_was_seen_to_end_is_free_at_once() -> None:
+    """Whatever was predicted, and before any report."""
     subject = board()
-    subject.record_dispatch(way(seconds=2.0), 0.0, 10.0)
-    subject.record_dispatch(way(seconds=3.0), 0.0, 12.5)
-    # Sent at 12, before the second dispatch: the first takes longer than expected.
-    subject.record_report(REMOTE[0], NodeReport(12.0, 4.0, 0))
-    assert seen(subject, REMOTE[0]).free_at_s == 19.0
-    subject.record_report(REMOTE[0], NodeReport(13.0, 1.0, 0))
-    assert seen(subject, REMOTE[0]).free_at_s == 14.0, "all of it is in that report"
+    jobs = [subject.record_dispatch(way(seconds=s), 0.0, at) for at, s in ((1, 2.0), (2, 3.0))]
+    assert seen(subject, REMOTE[0]).free_at_s == 6.0
+    subject.record_prefilled(jobs[0], 2.0)
+    assert seen(subject, REMOTE[0]).free_at_s == 5.0, "the second has begun"
+    subject.record_report(REMOTE[0], NodeReport(2.5, 4.0, 0))
+    assert seen(subject, REMOTE[0]).free_at_s == 9.0, "others have work there"
+    subject.record_prefilled(jobs[1], 4.0)
+    assert seen(subject, REMOTE[0]).free_at_s == 6.5
+    subject.record_report(REMOTE[0], NodeReport(5.0, 0.0, 0))
+    assert seen(subject, REMOTE[0]).free_at_s == 5.0, "the others have none any more"
+
+
+def test_an_idle_node_stays_idle_since_when_it_was() -> None:
+    """So idle nodes take turns, whichever of them has reported last."""
+    subject = board()
+    for name, at_s in ((REMOTE[0], 1.0), (REMOTE[1], 2.0)):
+        job = subject.record_dispatch(way(name, 3.0), 0.0, at_s)
+        subject.record_prefilled(job, at_s + 0.5)
+    subject.record_report(REMOTE[0], NodeReport(9.0, 0.0, 0))
+    assert [seen(subject, name).free_at_s for name in REMOTE] == [1.5, 2.5]
+
+
+def test_an_overdue_prefill_needs_as_much_time_again() -> None:
+    subject = board()
+    job = subject.record_dispatch(way(seconds=2.0), 0.0, 0.0)
+    subject.record_dispatch(way(seconds=1.0), 0.0, 0.0)
+    subject.record_report(REMOTE[0], NodeReport(7.0, 0.0, 0))
+    assert seen(subject, REMOTE[0]).free_at_s == 7.0 + 5.0 + 1.0
+    assert subject.own_prefills(REMOTE[0], 7.0) == (2, 6.0)
+    subject.record_prefilled(job, 8.0)
+    assert seen(subject, REMOTE[0]).free_at_s == 9.0
+
+
+def test_an_answer_that_does_not_stream_does_not_keep_its_node_busy() -> None:
+    """A node that serves a request alone shows the end of the prefill with the first token, and
+    that comes with the last one."""
+    subject = board()
+    own = Route(NEAR, LOCAL[2], NEAR, LOCAL[2], False, 0, 0, 0, 2.0, (), "alone")
+    jobs = [subject.record_dispatch(own, 0.0, 0.0) for _ in range(3)]
+    for at_s, free_at_s in ((3.0, 6.0), (7.0, 6.0)):
+        subject.record_report(LOCAL[2], NodeReport(at_s, 0.0, 3))
+        assert seen(subject, LOCAL[2]).free_at_s == free_at_s
+    assert subject.own_prefills(LOCAL[2], 7.0) == (3, 0.0)
+    subject.record_handoff(jobs[1], 8.0)
+    later = subject.record_dispatch(own, 0.0, 9.0)
+    assert seen(subject, LOCAL[2]).free_at_s == 11.0
+    subject.record_handoff(later, 10.0)
+    assert seen(subject, LOCAL[2]).free_at_s == 10.0, "this one has streamed"
 
 
 def test_requests_of_other_routers_count_too() -> None:
     subject = board()
-    subject.record_dispatch(way(), 0.0, 10.0)
+    job = subject.record_dispatch(way(), 0.0, 10.0)
     subject.record_report(LOCAL[2], NodeReport(11.0, 0.0, 3))
     assert seen(subject, LOCAL[2]).active == 4, "three there, one of ours on its way"
-    subject.record_handoff(way())
+    subject.record_handoff(job, 11.5)
     subject.record_report(LOCAL[2], NodeReport(12.0, 0.0, 4))
     assert seen(subject, LOCAL[2]).active == 4
     subject.record_report(LOCAL[2], NodeReport(13.0, 0.0, 1))
@@ -95,24 +139,31 @@ def test_requests_of_other_routers_count_too() -> None:
 
 @given(
     st.lists(st.tuples(st.floats(0.1, 5.0), st.floats(0.1, 4.0)), min_size=1, max_size=12),
-    st.integers(0, 11),
-    st.floats(0, 1),
+    st.floats(0, 30),
 )
-def test_a_true_report_changes_nothing(
-    gaps: list[tuple[float, float]], after: int, lag: float
-) -> None:
-    """Predictions that hold are confirmed by any report, however late it comes."""
+def test_predictions_that_hold_are_confirmed(gaps: list[tuple[float, float]], at_s: float) -> None:
+    """By a report at any time, and by the ends of the prefills before it."""
     subject = board()
-    now, free, work_at = 0.0, 0.0, (0.0, 0.0)
-    for place, (gap, seconds) in enumerate(gaps):
+    now, free, ends = 0.0, 0.0, []
+    for gap, seconds in gaps:
         now += gap
         free = max(free, now) + seconds
-        subject.record_dispatch(way(seconds=seconds), 0.0, now)
-        if place == min(after, len(gaps) - 1):
-            at = now + lag * 0.05
-            work_at = (at, max(0.0, free - at))
-    subject.record_report(REMOTE[0], NodeReport(work_at[0], work_at[1], 0))
+        for job, end_s in ends:
+            if end_s <= now:
+                subject.record_prefilled(job, end_s)
+        ends = [(job, end_s) for job, end_s in ends if end_s > now]
+        ends.append((subject.record_dispatch(way(seconds=seconds), 0.0, now), free))
     assert seen(subject, REMOTE[0]).free_at_s == pytest.approx(free)
+    if now <= at_s < ends[0][1]:
+        subject.record_report(REMOTE[0], NodeReport(at_s, 0.0, 0))
+        assert seen(subject, REMOTE[0]).free_at_s == pytest.approx(free)
+    for place, (job, end_s) in enumerate(ends):
+        left_s = free - end_s
+        assert subject.record_prefilled(job, end_s)
+        assert subject.own_prefills(REMOTE[0], end_s) == (
+            len(ends) - place - 1,
+            pytest.approx(left_s),
+        )
 
 
 def test_a_link_without_connections_is_down() -> None:
@@ -129,13 +180,14 @@ def test_nodes_join_and_leave() -> None:
     subject.join(NEAR, new)
     assert seen(subject, new) == NodeView(new, "prefill", True, -math.inf, 0, 0, 4, 1e9)
     before = seen(subject, LOCAL[2])
-    subject.record_dispatch(way(LOCAL[0]), 5e8, 10.0)
+    job = subject.record_dispatch(way(LOCAL[0]), 5e8, 10.0)
     assert not subject.leave(LOCAL[0]), "it still has a prefill of ours"
     assert not subject.leave(LOCAL[2]), "it is to decode it"
-    subject.record_handoff(way(LOCAL[0]))
+    subject.record_prefilled(job, 11.0)
     assert subject.leave(LOCAL[0]) and LOCAL[0] not in subject
     assert [node.node for node in subject.view(0.0, {}, {}).local.nodes] == [*LOCAL[1:], new]
-    subject.record_end(way(LOCAL[0]), 5e8)
+    subject.record_handoff(job, 12.0)
+    subject.record_end(job)
     subject.assign(new, "decode", usable=False)
     assert subject.node(new).role == "decode" and not subject.node(new).usable
     assert seen(subject, LOCAL[2]) == before, "places have shifted, accounts have not"

@@ -10,24 +10,15 @@ from hypothesis import strategies as st
 
 from prfaas.scheduler.explain import explain
 from prfaas.scheduler.request import Request, Route
-from prfaas.scheduler.sets import (
-    has_room_alone,
-    only_nodes,
-    predict_ttft_s,
-    route_in_set,
-    route_in_sets,
-    serve_alone,
-)
+from prfaas.scheduler.sets import Choice, only_nodes, predict_ttft_s, route_in_sets
 from prfaas.scheduler.short_term import route
 from prfaas.scheduler.view import View
-from prfaas.scheduler.waiting import HeldWork, Hold
+from prfaas.scheduler.waiting import Hold
 from prfaas.types import NodeId
 from tests.scheduler.views import (
     LOCAL,
-    NEAR,
     PLAN,
     REMOTE,
-    Hit,
     policies,
     requests,
     state,
@@ -66,7 +57,6 @@ def test_every_route_stays_within_one_set(
     used = {found.taken.prefill, found.taken.decode}
     used |= {node for copy in found.taken.copies for node in (copy.source, copy.target)}
     assert used <= nodes_of(found.view)
-    assert found.alone == (found.taken.prefill == found.taken.decode)
 
 
 @given(requests, views, policies, splits)
@@ -76,7 +66,7 @@ def test_the_earliest_first_token_wins(
     how = state(policy)
     sets = parts(seen, split)
     found = route_in_sets(request, sets, PLAN, how)
-    each = [route_in_set(request, part, PLAN, how) for part in sets]
+    each = [Choice(route(request, part, PLAN, how), part) for part in sets]
     offered = [predict_ttft_s(request, one, how) for one in each if isinstance(one.taken, Route)]
     assert isinstance(found.taken, Route) == bool(offered)
     if offered:
@@ -90,62 +80,14 @@ def test_one_set_is_routed_as_the_whole_deployment(
     how = state(policy)
     (whole,) = parts(seen, [0] * 6)
     found = route_in_sets(request, [whole], PLAN, how)
-    as_ever = route(request, seen, PLAN, how)
-    if found.alone:
-        assert isinstance(as_ever, Hold) and as_ever.cluster is None
-    else:
-        assert found.taken == as_ever
+    assert found.taken == route(request, seen, PLAN, how)
     ours, theirs = (explain(found, [each], request, PLAN, how) for each in (whole, seen))
     assert ours.alternatives == theirs.alternatives
 
 
-def alone(*nodes: NodeId, **more: object) -> View:
-    return only_nodes(view(**more), set(nodes))  # type: ignore[arg-type]
-
-
-def test_alone_the_node_with_the_earliest_first_token_serves() -> None:
-    seen = alone(*LOCAL[2:], free_at_s={LOCAL[2]: 130.0})
-    found = serve_alone(Request(1, 2000), seen, state("paper"))
-    assert isinstance(found, Route)
-    assert (found.prefill, found.decode, found.offloaded) == (LOCAL[3], LOCAL[3], False)
-    assert (found.transfer_tokens, found.nbytes, found.copies) == (0, 0, ())
-    cached = alone(*LOCAL[2:], cached={LOCAL[2]: Hit(1920, 1920)})
-    found = serve_alone(Request(1, 2000), cached, state("paper"))
-    assert isinstance(found, Route) and (found.prefill, found.cached_tokens) == (LOCAL[2], 1920)
-
-
-def test_alone_a_full_node_is_passed_over() -> None:
-    seen = alone(*LOCAL[2:])
-    full = [n._replace(active=n.slots) if n.node == LOCAL[2] else n for n in seen.local.nodes]
-    seen = seen._replace(local=seen.local.with_nodes(full))
-    found = serve_alone(Request(1, 2000), seen, state("paper"))
-    assert isinstance(found, Route) and found.decode == LOCAL[3]
-
-
-def test_no_pd_node_serves_nothing_alone() -> None:
-    assert serve_alone(Request(1, 2000), alone(*REMOTE), state("paper")) is None
-    dead = alone(LOCAL[2], dead=frozenset(LOCAL))
-    assert serve_alone(Request(1, 2000), dead, state("paper")) is None
-
-
 @pytest.mark.parametrize("policy", ["paper", "adaptive"])
-def test_a_node_alone_gets_no_longer_queue_than_any_other(policy: str) -> None:
-    """Policy adaptive holds requests back from long queues, and from overdue ones."""
-    busy = alone(LOCAL[2], free_at_s={LOCAL[2]: 190.0})
-    found = serve_alone(Request(1, 2000, 100.0), busy, state(policy))
-    assert isinstance(found, Hold) == (policy == "adaptive")
-    if isinstance(found, Hold):
-        assert found.cluster == NEAR and found.work_s > 0
-    others = HeldWork((1.0,) + (0.0,) * 7, first=0.0)
-    free = alone(LOCAL[2], held={NEAR: others})
-    found = serve_alone(Request(1, 2000, 100.0), free, state(policy))
-    assert isinstance(found, Hold) == (policy == "adaptive")
-
-
-def test_room_of_a_set_that_serves_alone() -> None:
-    how = state("adaptive")
-    assert has_room_alone(alone(LOCAL[2]), how)
-    assert has_room_alone(alone(LOCAL[0]), how)
-    assert not has_room_alone(alone(LOCAL[2], free_at_s={LOCAL[2]: 190.0}), how)
-    assert not has_room_alone(alone(LOCAL[2], dead=frozenset(LOCAL)), how)
-    assert not has_room_alone(alone(LOCAL[0], LOCAL[2]), how), "it hands off, and is not alone"
+def test_a_set_without_a_prefill_node_serves_alone(policy: str) -> None:
+    """Although another set has one."""
+    sets = parts(view(dead=frozenset([LOCAL[0]])), [0, 0, 1, 1, 0, 0])
+    found = route_in_sets(Request(1, 2000), sets, PLAN, state(policy))
+    assert isinstance(found.taken, Route) and found.taken.alone

@@ -220,19 +220,20 @@ class ReplanSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CorrectionSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Correction of profiles by observed prefill times, with one factor per cluster."""
+    """Correction of profiles by observed prefill times: a factor for each cluster, and the pace of
+    nodes that differ from their like."""
 
     correct: bool = True
     """Whether profiles are corrected."""
-    limit: Annotated[float, msgspec.Meta(ge=1)] = 4.0
+    limit: Annotated[float, msgspec.Meta(ge=1)] = 1000.0
     """Largest factor. The smallest one is 1 / limit."""
     warmup_prefills: CountOrZero = 3
     """First prefills of a started node that are ignored, while caches, compilers and links warm
     up."""
-    window_prefills: Count = 64
-    """Latest prefills of a cluster whose median is the factor."""
+    window_prefills: Count = 16
+    """Latest prefills of a node whose median counts. The factor is the median over the nodes."""
     least_prefills: Count = 8
-    """Smallest number of prefills for a correction."""
+    """Smallest number of prefills of a cluster for a correction."""
     least_s: AmountOrZero = 0.1
     """Shortest prefill that counts. Overheads dominate shorter ones."""
     step: Share = 0.05
@@ -276,25 +277,22 @@ class AdaptiveSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     by more than this share of the queued prefill time per node."""
 
 
-class RemaindersSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Short remainders of prompts that a decode node prefills itself, because it has the rest
-    cached (policy `adaptive`)."""
+class AloneSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Requests that a decode node serves alone: it prefills for itself, without a hand-off. Where
+    there is no other way, every policy does so. Policy `adaptive` also does so where it predicts
+    the least cost, such as for the short remainder of a prompt that the node has cached."""
 
-    tokens: CountOrZero = 0
-    """Longest remainder that a decode node prefills. 0, the default, disables it: with real engines
-    it has not been measured yet what sequences that decode beside it pay. 2048 is four chunks: they
-    have four longer steps."""
     chunk_tokens: Count = 512
-    """Tokens of a remainder that `prfaas node` computes between two decode steps. About as many
-    make a GPU's arithmetic as long as its reading of the weights, which a decode step also takes,
-    so that smaller chunks would not be much faster. vLLM cuts prompts by its own settings."""
+    """Tokens of such a prompt that `prfaas node` computes between two decode steps, where other
+    nodes could have prefilled it. About as many make a GPU's arithmetic as long as its reading of
+    the weights, which a decode step also takes, so that smaller chunks would not be much faster.
+    vLLM cuts prompts by its own settings."""
     margin_s: AmountOrZero = 0.1
-    """Smallest saving of the time to first token for which a decode node prefills, because the
-    requests that decode there pay for it."""
+    """Smallest predicted saving for which a decode node prefills although other nodes could."""
     slowdown: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.04
-    """Largest mean rise of the inter-token latency on a decode node, as predicted. The default
-    keeps the observed rise below 5%. After a remainder of t seconds a node that decodes takes the
-    next one no sooner than t * (1 + 1 / slowdown) later."""
+    """Largest mean rise of the inter-token latency on a decode node by such prefills, as predicted.
+    The default keeps the observed rise below 5%. After a prefill of t seconds a node that decodes
+    takes the next one no sooner than t * (1 + 1 / slowdown) later."""
 
 
 class MovesSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -329,7 +327,7 @@ class SchedulerSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     correction: CorrectionSection = CorrectionSection()
     paper: PaperSection = PaperSection()
     adaptive: AdaptiveSection = AdaptiveSection()
-    remainders: RemaindersSection = RemaindersSection()
+    alone: AloneSection = AloneSection()
     moves: MovesSection = MovesSection()
 
 

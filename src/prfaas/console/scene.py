@@ -103,7 +103,7 @@ class RequestScene(msgspec.Struct, frozen=True, omit_defaults=True):
     id: str
     at_s: float  # its arrival
     home: str
-    route: str  # local, remote, remainder, none
+    route: str  # local, remote, alone, none
     outcome: str
     reason: str = ""
     prefill: str = ""  # nodes, by name

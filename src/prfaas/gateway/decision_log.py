@@ -19,7 +19,7 @@ from prfaas.scheduler.costs import Costs
 from prfaas.scheduler.lookup.prefixes import group_prefixes
 from prfaas.scheduler.plan import Plan, Role
 from prfaas.scheduler.request import Request, Route
-from prfaas.scheduler.sets import Choice, serve_alone
+from prfaas.scheduler.sets import Choice
 from prfaas.scheduler.short_term import route
 from prfaas.scheduler.state import LinkState, ShortTermState
 from prfaas.scheduler.view import ClusterView, LinkView, NodeView, View
@@ -36,7 +36,8 @@ class _Node(NamedTuple):
     active: int
     slots: int
     free_kv_bytes: float | None  # None: unbounded
-    next_remainder_s: float | None = None  # None: it never had one
+    next_alone_s: float | None = None  # None: it never had one
+    pace: float = 1.0
 
 
 class _Cluster(NamedTuple):
@@ -69,7 +70,6 @@ class Decision(msgspec.Struct, frozen=True):
     paces: dict[ClusterId, float] = {}
     route: Route | None = None
     hold: Hold | None = None
-    alone: bool = False  # one node prefills and decodes, because its set has no other
 
     @property
     def taken(self) -> Route | Hold:
@@ -101,12 +101,11 @@ def replay(
         )
         view = _view(decision, costs.paced(decision.paces))
         state = _state(decision)
-        alone = serve_alone(decision.request, view, state) if decision.alone else None
-        yield decision, alone or route(decision.request, view, recorded_plan, state)
+        yield decision, route(decision.request, view, recorded_plan, state)
 
 
 def _decision(request: Request, choice: Choice, plan: Plan, state: ShortTermState) -> Decision:
-    taken, view, alone = choice
+    taken, view = choice
     link_ids = {**view.links, **state.links}
     return Decision(
         now_s=view.now_s,
@@ -130,7 +129,6 @@ def _decision(request: Request, choice: Choice, plan: Plan, state: ShortTermStat
         paces=dict(view.costs.paces),
         route=taken if isinstance(taken, Route) else None,
         hold=taken if isinstance(taken, Hold) else None,
-        alone=alone,
     )
 
 
@@ -138,7 +136,7 @@ def _node_record(node: NodeView) -> _Node:
     return _Node(*node)._replace(
         free_at_s=_finite(node.free_at_s),
         free_kv_bytes=_finite(node.free_kv_bytes),
-        next_remainder_s=_finite(node.next_remainder_s),
+        next_alone_s=_finite(node.next_alone_s),
     )
 
 
@@ -152,7 +150,8 @@ def _node_view(node: _Node) -> NodeView:
         node.active,
         node.slots,
         math.inf if node.free_kv_bytes is None else node.free_kv_bytes,
-        -math.inf if node.next_remainder_s is None else node.next_remainder_s,
+        -math.inf if node.next_alone_s is None else node.next_alone_s,
+        node.pace,
     )
 
 

@@ -29,9 +29,7 @@ class FairHolds:
         self._waiting_room = waiting_room
         self._clock = clock
 
-    def find(
-        self, placement: PlacementRequest, found: Route, state: ShortTermState, *, alone: bool
-    ) -> Hold | None:
+    def find(self, placement: PlacementRequest, found: Route, state: ShortTermState) -> Hold | None:
         """Several tenants share the nodes fairly only if their requests wait here, and not in the
         queues of nodes, which are in the order of arrival. So a routed request is held, under every
         policy, while every queue that could take it is long enough, or while requests of other
@@ -39,15 +37,12 @@ class FairHolds:
         if not self._tenants.several:
             return None
         queue, arrived_s, home = placement.queue, placement.request.arrived_s, found.decode_cluster
-        if found.prefill == found.decode:
+        if found.alone:
             # One node does everything, so that room in the prefill queues means nothing. It is
-            # retried whenever something has ended.
-            if alone:  # of all nodes that could serve it alone, this one has the least wait
-                node = self._fleet.board.node(found.decode)
-                is_free = self._is_free(node, state, prefills=True)
-            else:
-                is_free = self.can_decode(state, home, placement.avoid, prefills=True)
-            if is_free:
+            # retried whenever something has ended. Of all nodes that could serve the request alone,
+            # this one has the least wait.
+            node = self._fleet.board.node(found.decode)
+            if self._is_free(node) and self._wait_s(node.node) <= state.rules.adaptive.queue_s:
                 return None
             return Hold("every decode node is busy", None, found.prefill_s, arrived_s)
 
@@ -58,7 +53,7 @@ class FairHolds:
         if not has_room(found.cluster, view, state):
             if self._wait_s(found.prefill) > state.rules.adaptive.queue_s:
                 return hold("every prefill queue of the cluster is long enough")
-        if not self.can_decode(state, home, placement.avoid):
+        if not self.can_decode(home, placement.avoid):
             reason = "no decode node has a free slot"
             return Hold(reason, self._slots_queue(found), found.prefill_s, arrived_s)
         if found.cluster == placement.waits_for:
@@ -76,27 +71,18 @@ class FairHolds:
         the queue of a PrfaaS cluster tells other homes that it wants to prefill there."""
         return found.cluster if len(self._fleet.homes) == 1 else found.decode_cluster
 
-    def can_decode(
-        self,
-        state: ShortTermState,
-        home: ClusterId,
-        avoid: Collection[NodeId] = (),
-        *,
-        prefills: bool = False,
-    ) -> bool:
-        """Whether a decode node of `home` has a free slot; `prefills`: and could start a prefill
-        soon. A slot is free until a request's state is in place: if requests were held while others
-        are prefilled for the last slots, slots would be idle for the time of a prefill."""
+    def can_decode(self, home: ClusterId, avoid: Collection[NodeId] = ()) -> bool:
+        """Whether a decode node of `home` has a free slot. A slot is free until a request's state
+        is in place: if requests were held while others are prefilled for the last slots, slots
+        would be idle for the time of a prefill."""
         nodes = self._fleet.board.cluster(home).nodes
         usable = [node for node in nodes if node.usable and node.role == "decode"]
         chosen = [node for node in usable if node.node not in avoid] or usable
         # Where no node decodes any more, a request that waits is routed anew.
-        return not chosen or any(self._is_free(node, state, prefills=prefills) for node in chosen)
+        return not chosen or any(self._is_free(node) for node in chosen)
 
-    def _is_free(self, node: NodeView, state: ShortTermState, *, prefills: bool) -> bool:
-        if self._fleet.board.decoding(node.node) >= node.slots:
-            return False
-        return not prefills or self._wait_s(node.node) <= state.rules.adaptive.queue_s
+    def _is_free(self, node: NodeView) -> bool:
+        return self._fleet.board.decoding(node.node) < node.slots
 
     def _wait_s(self, node: NodeId) -> float:
         """Prefill seconds that a node has before a new request."""

@@ -47,13 +47,11 @@ class HomeServices:
         """By PD cluster."""
         fleet, plans = self._fleet, self._plans()
         nodes = self._nodes()
-        # While nodes restart, or have other KV formats, one that prefills decodes as well.
-        any_role = fleet.members.is_restarting(self._clock.now()) or len(fleet.sets) > 1
         remotes = {home: self._remotes(home, nodes) for home in fleet.homes}
 
         def judge(home: ClusterId, helpers: Collection[ClusterId] = ()) -> Service:
             plan = plans.get(home)
-            return judge_service(nodes[home], remotes[home], plan, helpers, any_role=any_role)
+            return judge_service(nodes[home], remotes[home], plan, helpers)
 
         alone = {home: judge(home) for home in fleet.homes}
 

@@ -63,7 +63,7 @@ class RequestTrace:
     prefill: str = ""
     decode: str = ""
     offloaded: bool = False
-    remainder: bool = False  # the decode node prefills what it has not cached
+    alone: bool = False  # the decode node prefills for itself
     reason: str = ""
     cached_tokens: int = 0
     form: Form | Literal[""] = ""  # of the hand-off's state; empty: no hand-off, or none granted
@@ -114,7 +114,7 @@ class RequestTrace:
         self.granted_s, self.prefilled_s, self.committed_s, self.form = None, None, None, ""
         self.cluster, self.prefill, self.decode = route.cluster, route.prefill, route.decode
         self.offloaded, self.reason = route.offloaded, route.reason
-        self.remainder = route.is_remainder
+        self.alone = route.alone
         self.cached_tokens, self.nbytes = route.cached_tokens, route.nbytes
         asked_s = now_s if self.asked_s is None else self.asked_s
         self.asked_s = None

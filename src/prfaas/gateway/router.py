@@ -30,7 +30,7 @@ from prfaas.gateway.tenants import Tenants
 from prfaas.scheduler.explain import Explanation
 from prfaas.scheduler.options import estimated_bps
 from prfaas.scheduler.plan import Plan
-from prfaas.scheduler.request import Request, local_only_reason
+from prfaas.scheduler.request import Request
 from prfaas.scheduler.sets import Choice
 from prfaas.scheduler.short_term import has_room_at
 from prfaas.scheduler.state import ShortTermState
@@ -165,21 +165,8 @@ class Router:
             self._decision_log.write(request, choice, plan, state)
         if isinstance(found, Hold):
             return found
-        stays = local_only_reason(request)
-        if request.prompt_tokens == 1 or stays:
-            # Nothing to hand off, or nothing that may be: the decode node prefills, too.
-            found = found._replace(
-                reason=stays or found.reason,
-                cluster=found.decode_cluster,
-                prefill=found.decode,
-                offloaded=False,
-                transfer_tokens=0,
-                nbytes=0,
-                copies=(),
-            )
-        one_node = choice.alone or found.is_remainder
         state = self.states[found.decode_cluster]
-        hold = self._fair_holds.find(placement, found, state, alone=one_node)
+        hold = self._fair_holds.find(placement, found, state)
         if hold is None and self._shares is not None and found.offloaded:
             hold = self._shares.find_hold(placement, found, now)
         if hold is not None:
@@ -198,8 +185,7 @@ class Router:
             self._fleet.failures.contain(
                 "console", partial(self._record_explanation, placement, taken, cached)
             )
-        on_prefill_end = partial(self._on_prefill_end, found.prefill)
-        placement.booking = self._fleet.book(found, request.prompt_tokens, on_prefill_end)
+        placement.booking = self._fleet.book(found, request.prompt_tokens, self._retry_if_waiting)
         weight = 1.0
         if self._shares is not None and found.offloaded:
             weight = self._shares.record(placement, found, now)
@@ -238,8 +224,8 @@ class Router:
             if not self.tenants.several:
                 return True
             homes = [cluster] if cluster in self.states else self._fleet.homes
-            return any(self._fair_holds.can_decode(self.states[home], home) for home in homes)
-        return cluster in self.states and self._decisions.has_room_alone(cluster)
+            return any(self._fair_holds.can_decode(home) for home in homes)
+        return cluster in self.states and self._decisions.has_room_in_a_set(cluster)
 
     def explain(
         self, request: Request, prompt: PromptHashes, home: ClusterId
@@ -260,15 +246,6 @@ class Router:
 
     def _weight(self, queue: str) -> float:
         return self.tenants.weight(tenant_of(queue))
-
-    def _on_prefill_end(self, node: NodeId) -> None:
-        if self.tenants.several and node in self._fleet.board:
-            work = self._fleet.work
-            if not work.prefills_at(node) and not work.has_other_prefills(node):
-                # The node has done all that this gateway sent. If its prefills took less time than
-                # predicted, it would seem busy until its next report, and requests would wait.
-                self._fleet.board.forget_work(node)
-        self._retry_if_waiting()
 
     def _try_again(self, placement: PlacementRequest) -> Hold | None:
         hold = self.try_dispatch(placement)

@@ -380,8 +380,8 @@ def explanation_json(
     else:
         decode = found.chosen.decode
         chosen = {"wait": False, **found.chosen._asdict()}
-        del chosen["next_remainder_s"]  # a time of the gateway's own clock
-        chosen["remainder"] = found.chosen.is_remainder
+        del chosen["next_alone_s"]  # a time of the gateway's own clock
+        chosen["alone"] = found.chosen.alone
         chosen["form"] = form_between(found.chosen.prefill, decode)
         chosen["copies"] = [copy._asdict() for copy in found.chosen.copies]
     return {
@@ -393,7 +393,8 @@ def explanation_json(
                 "node": option.node,
                 "cached_tokens": option.cached_tokens,
                 "copies": len(option.copies),
-                "remainder": option.decodes,
+                "alone": option.alone,
+                "declined": option.declined or None,
                 # To the decode node of the chosen route; another set has other decode nodes.
                 "form": None if decode is None else form_between(option.node, decode),
                 "ttft_s": option.forecast.ttft_s,

@@ -24,11 +24,11 @@ from prfaas.scheduler.forecast import forecast
 from prfaas.scheduler.options import (
     Option,
     PrefixSource,
+    alone_option,
     best_option,
     estimated_bps,
     prefix_across,
     prefix_within,
-    remainder_option,
 )
 from prfaas.scheduler.plan import Plan
 from prfaas.scheduler.request import Request
@@ -39,26 +39,23 @@ from prfaas.types import ClusterId
 
 LEAST_COST = "least sum of its own time and the delay of later requests"
 ONLY_WAY = "the only way"
-REMAINDER = "short remainder: soonest where the rest is cached, on a decode node"
+ALONE_IS_CHEAPEST = "least cost where a decode node prefills for itself"
 
 
 def choose_cheapest(
     request: Request, view: View, plan: Plan, state: ShortTermState, remotes: Sequence[ClusterView]
 ) -> tuple[Option | None, str]:
+    """None where no node prefills for others."""
     options = alternatives(request, view, state, remotes)
-    remainder = remainder_option(request, view, state)
     if not options:
-        return (None, "no node prefills") if remainder is None else (remainder, REMAINDER)
-    best, reason = options[0], ONLY_WAY
-    if len(options) > 1:
-        best, reason = _cheapest(request, view, plan, state, options), LEAST_COST
-    # The decodes beside a remainder pay for it, within their limit. No prefill node does: so it has
-    # no price, and the request's own time decides, where it gains enough.
-    if remainder is not None:
-        remainder_s = option_cost_s(request, remainder, view, plan, state)
-        if remainder_s <= _own_time_s(request, best, view, state):
-            return remainder, REMAINDER
-    return best, reason
+        return None, ""
+    alone = alone_option(request, view, state, by_choice=True)
+    if alone is not None:
+        options.append(alone)
+    if len(options) == 1:
+        return options[0], ONLY_WAY
+    best = _cheapest(request, view, plan, state, options)
+    return best, ALONE_IS_CHEAPEST if best.alone else LEAST_COST
 
 
 def _cheapest(
@@ -77,12 +74,16 @@ def option_cost_s(
 ) -> float:
     """The request's own time to first token, and the delay of later requests."""
     rules = state.rules.adaptive
-    if option.decodes:  # such a request does not wait at the router
-        return forecast(request, option, view, state).ttft_s + state.rules.remainders.margin_s
     cost_s = _own_time_s(request, option, view, state)
     threshold = max(plan.threshold_tokens, 1)
     wait_s = option.start_s - view.now_s
-    if option.cluster in view.held:
+    if option.alone:
+        # Those that decode on the node are delayed, too. It may be given the other role as well,
+        # so that its time has the same price as that of the cluster's prefill nodes.
+        cost_s += option.delays_s
+        if option.by_choice:
+            cost_s += state.rules.alone.margin_s
+    elif option.cluster in view.held:
         wait_s += view.held[option.cluster].total_s / _prefill_nodes(option.cluster, view)
     # During a wait, about as many requests arrive as are waiting now. So the present wait measures
     # what one more unit of work costs the next requests.
@@ -119,10 +120,11 @@ def _link_price_s(
 
 
 def _own_time_s(request: Request, option: Option, view: View, state: ShortTermState) -> float:
-    """The request's time to first token, with its wait at the router."""
+    """The request's time to first token, with its wait at the router. A request that a decode node
+    serves alone does not wait there for a prefill node."""
     own_s = sum(forecast(request, option, view, state))
     held = view.held.get(option.cluster)
-    if held is not None:
+    if held is not None and not option.alone:
         own_s += held.up_to(option.prefill_s) / _prefill_nodes(option.cluster, view)
     return own_s
 
@@ -193,8 +195,10 @@ def _queued_s_per_node(cluster: ClusterId, view: View) -> float:
 
 
 def _prefill_nodes(cluster: ClusterId, view: View) -> int:
-    # At least one: of a set whose nodes serve alone, none has the role.
-    return max(1, len(view.cluster(cluster).ranks().prefill_free_at_s))
+    """The nodes that prefill what waits for the cluster: where no node has the role, the decode
+    nodes, each for itself. At least one."""
+    ranks = view.cluster(cluster).ranks()
+    return max(1, len(ranks.prefill_free_at_s) or len(ranks.active))
 
 
 def _longer_foreign_prefix(

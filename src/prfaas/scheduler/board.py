@@ -1,16 +1,19 @@
-"""Keeps the view up to date: the latest reports, and this router's dispatches since then.
+"""Keeps the view up to date: this router's dispatches and what it saw of them, and the reports.
 
-Bookkeeping only; gateway and simulator record the same events. A node's `free_at_s` after a report
-is the reported time plus every own dispatch that the report cannot include:
+Bookkeeping only; gateway and simulator record the same events. A node's `free_at_s` follows from
+what this router knows. It has dispatched the node's prefills and sees each of them end; a report
+only adds what others have there:
 
-    report at t: 3 s of work ───────────► free at t + 3
-        own dispatch later: 2 s ─────────► free at max(t + 3, then) + 2   (computed at each report)
+    own prefill: 2 s, dispatched at 1 ──► free at 3
+    another: 3 s, dispatched at 2     ──► free at 6
+    the first is seen to end at 2     ──► free at 5       it took 1 s, and the second has begun
+    a report: others have 4 s         ──► free at 9
+    the second is seen to end at 4    ──► free at 8
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -30,7 +33,7 @@ class NodeReport(NamedTuple):
     """One report of a node."""
 
     at_s: float
-    work_s: float  # seconds of prefill work: the queue, and the rest of the running prefill
+    others_s: float  # seconds of prefill work there that this router has not dispatched
     decoding: int  # requests in its decode batch or waiting for a slot
 
 
@@ -41,19 +44,51 @@ class OwnRequests(NamedTuple):
     active: int  # these, and those whose KV is still to arrive
 
 
-class _Dispatch(NamedTuple):
-    at_s: float
-    ready_s: float  # when the copies it needs are made
-    work_s: float
+class OwnPrefills(NamedTuple):
+    """Prefills of this router that a node has not finished."""
+
+    count: int
+    left_s: float
+
+
+class Dispatch:
+    """One attempt of one request, from its dispatch on. Only the board reads its fields."""
+
+    __slots__ = ("at_s", "kv_bytes", "ready_s", "route")
+
+    def __init__(self, route: Route, kv_bytes: float, at_s: float) -> None:
+        self.route = route
+        self.kv_bytes = kv_bytes  # of decode memory that are reserved for it
+        self.at_s = at_s
+        self.ready_s = at_s  # when the copies that its prefill needs are made
+        if route.copies:
+            self.ready_s += max(copy.seconds for copy in route.copies)
 
 
 class _BoardNode:
-    __slots__ = ("cluster", "dispatches", "other_decodes", "own_decodes", "view")
+    __slots__ = (
+        "cluster",
+        "jobs",
+        "jobs_s",
+        "other_decodes",
+        "others_until_s",
+        "own_decodes",
+        "since_s",
+        "unfinished",
+        "view",
+    )
 
     def __init__(self, view: NodeView, cluster: ClusterView) -> None:
         self.view = view
         self.cluster = cluster
-        self.dispatches: deque[_Dispatch] = deque()
+        # Own prefills that are not known or taken to have ended, in the order of their dispatch,
+        # and their seconds.
+        self.jobs: dict[Dispatch, None] = {}
+        self.jobs_s = 0.0
+        # All own prefills that have not been seen to end.
+        self.unfinished: dict[Dispatch, None] = {}
+        self.since_s = -math.inf  # when the first job could begin
+        self.others_until_s = -math.inf  # when the prefills of others will have ended
         self.own_decodes = 0  # own requests whose KV is in place and that have not ended
         self.other_decodes = 0  # requests that the node decodes for other routers
 
@@ -64,15 +99,70 @@ class _BoardNode:
     # Written out, because `_replace` takes three times as long and these run for every request.
 
     def set_work(self, free_at_s: float, more: int) -> None:
-        node, role, usable, _, queued, active, slots, free, next_s = self.view
+        node, role, usable, _, queued, active, slots, free, next_s, pace = self.view
         self.put(
-            NodeView(node, role, usable, free_at_s, queued + more, active, slots, free, next_s)
+            NodeView(
+                node, role, usable, free_at_s, queued + more, active, slots, free, next_s, pace
+            )
         )
 
     def reserve(self, more: int, kv_bytes: float) -> None:
-        node, role, usable, free_at, queued, active, slots, free, next_s = self.view
+        node, role, usable, free_at, queued, active, slots, free, next_s, pace = self.view
         left = free - kv_bytes
-        self.put(NodeView(node, role, usable, free_at, queued, active + more, slots, left, next_s))
+        self.put(
+            NodeView(node, role, usable, free_at, queued, active + more, slots, left, next_s, pace)
+        )
+
+    def add_job(self, job: Dispatch) -> None:
+        self.unfinished[job] = None
+        if not self.jobs:
+            self.since_s = job.ready_s
+        self.jobs[job] = None
+        self.jobs_s += job.route.prefill_s
+
+    def end_job(self, job: Dispatch, now_s: float) -> bool:
+        """The prefill was seen to end. False where that is known already."""
+        if job not in self.unfinished:
+            return False
+        del self.unfinished[job]
+        if job in self.jobs:
+            first = next(iter(self.jobs)) is job
+            self._drop(job)
+            if first:
+                self.since_s = now_s
+        return True
+
+    def _drop(self, job: Dispatch) -> None:
+        del self.jobs[job]
+        self.jobs_s = self.jobs_s - job.route.prefill_s if self.jobs else 0.0
+
+    def own_end_s(self, now_s: float) -> float | None:
+        """When the own jobs will have ended; None: there are none."""
+        while self.jobs:
+            first = next(iter(self.jobs))
+            end_s = max(self.since_s, first.ready_s) + first.route.prefill_s
+            if end_s > now_s:
+                break
+            if not first.route.alone:
+                # Nothing is known of an overdue prefill but that it is late: it is taken to need as
+                # much time again.
+                end_s = 2 * now_s - end_s
+                break
+            # An answer that does not stream shows the end of its prefill only when it is complete.
+            self._drop(first)
+            self.since_s = end_s
+        if not self.jobs:
+            return None
+        last = next(reversed(self.jobs))
+        return max(end_s + self.jobs_s - first.route.prefill_s, last.ready_s + last.route.prefill_s)
+
+    def free_at_s(self, now_s: float) -> float | None:
+        """When the node will have done all that is known at `now_s`; None: it is idle."""
+        own_s = self.own_end_s(now_s)
+        others_s = self.others_until_s - now_s
+        if own_s is None:
+            return self.others_until_s if others_s > 0 else None
+        return own_s + max(0.0, others_s)
 
 
 class Board:
@@ -171,53 +261,69 @@ class Board:
 
     # Dispatches of this router --------------------------------------------------------------------
 
-    def record_dispatch(self, route: Route, kv_bytes: float, now_s: float) -> None:
+    def record_dispatch(self, route: Route, kv_bytes: float, now_s: float) -> Dispatch:
         """A request was dispatched; `kv_bytes` of decode memory are reserved for it."""
-        ready_s = now_s
-        if route.copies:
-            ready_s += max(copy.seconds for copy in route.copies)
+        job = Dispatch(route, kv_bytes, now_s)
         node = self._nodes[route.prefill]
-        node.dispatches.append(_Dispatch(now_s, ready_s, route.prefill_s))
         start = node.view.free_at_s
-        node.set_work(max(start, ready_s) + route.prefill_s, +1)
+        node.add_job(job)
+        node.set_work(max(start, job.ready_s) + route.prefill_s, +1)
         self._nodes[route.decode].reserve(+1, kv_bytes)
-        if route.next_remainder_s is not None:
-            next_s = max(node.view.next_remainder_s, route.next_remainder_s)
-            node.put(node.view._replace(next_remainder_s=next_s))
+        if route.next_alone_s is not None:
+            next_s = max(node.view.next_alone_s, route.next_alone_s)
+            node.put(node.view._replace(next_alone_s=next_s))
         if route.offloaded:
             self._reserve_link(route, route.nbytes)
         for cluster, tokens in route.credits:
             link_id = (cluster, route.decode_cluster)
             link = self._homes.link(link_id)
             self._homes.put_link(link_id, link._replace(credit_tokens=link.credit_tokens + tokens))
+        return job
 
-    def record_handoff(self, route: Route, began_s: float = 0.0, took_s: float = 0.0) -> None:
+    def record_prefilled(self, job: Dispatch, now_s: float) -> bool:
+        """The prefill was seen to end, or was given up: the node is free for the next one. Returns
+        False where that was recorded before."""
+        node = self._nodes.get(job.route.prefill)  # None: it has left since its prefill ended
+        if node is None or not node.end_job(job, now_s):
+            return False
+        free_at = node.free_at_s(now_s)
+        node.set_work(now_s if free_at is None else free_at, -1)
+        return True
+
+    def record_handoff(self, job: Dispatch, now_s: float, took_s: float = 0.0) -> None:
         """The hand-off is in place, and decoding can begin. `took_s`, where it is known: how long
-        the prefill took that began at `began_s`. If a remainder took longer than predicted, the
-        node gets the next one later, in proportion."""
-        node = self._nodes[route.prefill]
-        node.set_work(node.view.free_at_s, -1)
+        the prefill took of a node that serves the request alone. If it took longer than predicted,
+        the node gets the next one later, in proportion."""
+        route = job.route
+        self.record_prefilled(job, now_s)
         self._nodes[route.decode].own_decodes += 1
-        if route.next_remainder_s is not None and took_s > route.prefill_s:
-            pause_s = (route.next_remainder_s - began_s) * took_s / route.prefill_s
-            next_s = max(node.view.next_remainder_s, began_s + pause_s)
-            node.put(node.view._replace(next_remainder_s=next_s))
+        if route.next_alone_s is not None and took_s > route.prefill_s:
+            node, began_s = self._nodes[route.prefill], now_s - took_s
+            pause_s = (route.next_alone_s - job.at_s) * took_s / route.prefill_s
+            next_s = max(node.view.next_alone_s, began_s + pause_s)
+            node.put(node.view._replace(next_alone_s=next_s))
         if route.offloaded:
             self._reserve_link(route, -route.nbytes)
 
-    def record_end(self, route: Route, kv_bytes: float) -> None:
+    def record_end(self, job: Dispatch) -> None:
         """The last token was sent, or the stream broke after the hand-off."""
-        decode = self._nodes[route.decode]
+        decode = self._nodes[job.route.decode]
         decode.own_decodes -= 1
-        decode.reserve(-1, -kv_bytes)
+        decode.reserve(-1, -job.kv_bytes)
 
-    def record_failure(self, route: Route, kv_bytes: float) -> None:
+    def record_failure(self, job: Dispatch, now_s: float) -> None:
         """The attempt failed before its hand-off was in place."""
-        node = self._nodes[route.prefill]
-        node.set_work(node.view.free_at_s, -1)
-        self._nodes[route.decode].reserve(-1, -kv_bytes)
+        route = job.route
+        self.record_prefilled(job, now_s)
+        self._nodes[route.decode].reserve(-1, -job.kv_bytes)
         if route.offloaded:
             self._reserve_link(route, -route.nbytes)
+
+    def own_prefills(self, name: NodeId, now_s: float) -> OwnPrefills:
+        """Those that this router has not seen end."""
+        node = self._nodes[name]
+        end_s = node.own_end_s(now_s)
+        return OwnPrefills(len(node.unfinished), 0.0 if end_s is None else end_s - now_s)
 
     def _reserve_link(self, route: Route, nbytes: int) -> None:
         link_id = (route.cluster, route.decode_cluster)
@@ -227,15 +333,12 @@ class Board:
     # Reports --------------------------------------------------------------------------------------
 
     def record_report(self, name: NodeId, report: NodeReport) -> None:
-        node = self._nodes[name]
-        dispatches = node.dispatches
-        while dispatches and dispatches[0].at_s <= report.at_s:
-            dispatches.popleft()
-        free_at = report.at_s + report.work_s
-        for later in dispatches:
-            free_at = max(free_at, later.ready_s) + later.work_s
+        node, view = self._nodes[name], self._nodes[name].view
+        node.others_until_s = report.at_s + report.others_s if report.others_s > 0 else -math.inf
+        free_at = node.free_at_s(report.at_s)
+        if free_at is None:  # it stays idle since when it was
+            free_at = min(view.free_at_s, report.at_s)
         others = max(0, report.decoding - node.own_decodes)
-        view = node.view
         if others != node.other_decodes or abs(free_at - view.free_at_s) > _SAME_S:
             active = view.active + others - node.other_decodes
             node.other_decodes = others
@@ -253,5 +356,11 @@ class Board:
     def forget_work(self, name: NodeId) -> None:
         """A node lost all work that was dispatched to it."""
         node = self._nodes[name]
-        node.dispatches.clear()
+        node.jobs.clear()
+        node.jobs_s, node.others_until_s = 0.0, -math.inf
         node.put(node.view._replace(free_at_s=-math.inf))
+
+    def set_pace(self, name: NodeId, pace: float) -> None:
+        """The node's prefills take `pace` times as long as its cluster's usually do."""
+        node = self._nodes[name]
+        node.put(node.view._replace(pace=pace))

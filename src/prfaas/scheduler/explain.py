@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from prfaas.scheduler.adaptive import alternatives, option_cost_s
 from prfaas.scheduler.forecast import Forecast, forecast
-from prfaas.scheduler.options import Option, remainder_option
+from prfaas.scheduler.options import Option, alone_option
 from prfaas.scheduler.plan import Plan
-from prfaas.scheduler.request import CacheCopy, Request, Route
+from prfaas.scheduler.request import CacheCopy, Request, Route, alone_reason
 from prfaas.scheduler.sets import Choice
 from prfaas.scheduler.short_term import reachable_remotes
 from prfaas.scheduler.state import ShortTermState
@@ -28,7 +28,8 @@ class Alternative(NamedTuple):
     copies: tuple[CacheCopy, ...]
     forecast: Forecast
     cost_s: float | None  # what policy `adaptive` compares; None under another policy
-    decodes: bool  # the node prefills a remainder and decodes, without a hand-off
+    alone: bool  # the decode node prefills for itself, without a hand-off
+    declined: str = ""  # why the policy does not take a decode node alone, whatever it costs
 
 
 class Explanation(NamedTuple):
@@ -52,10 +53,11 @@ def explain(
             option_cost_s(request, o, view, plan, state)
             if state.rules.policy == "adaptive"
             else None,
-            o.decodes,
+            o.alone,
+            declined,
         )
         for view in views
-        for o in _options(request, view, state)
+        for o, declined in _options(request, view, state)
     ]
     found.sort(key=lambda alternative: alternative.forecast.ttft_s)
     return Explanation(
@@ -65,7 +67,23 @@ def explain(
     )
 
 
-def _options(request: Request, view: View, state: ShortTermState) -> list[Option]:
-    options = alternatives(request, view, state, reachable_remotes(request, view))
-    remainder = remainder_option(request, view, state)
-    return options if remainder is None else [*options, remainder]
+def _options(request: Request, view: View, state: ShortTermState) -> list[tuple[Option, str]]:
+    """Every way to serve the request, and why the policy declines it."""
+    others: list[Option] = []
+    if alone_reason(request) is None:
+        others = alternatives(request, view, state, reachable_remotes(request, view))
+    found = [(option, "") for option in others]
+    declined = ""
+    alone: Option | None = None
+    if others and state.rules.policy == "adaptive":
+        alone = alone_option(request, view, state, by_choice=True)
+        declined = (
+            "no decode node has a free slot, memory and an idle moment for it, or the requests "
+            f"that decode there would slow down by more than {state.rules.alone.slowdown:.0%}"
+        )
+    elif others:
+        declined = f"policy {state.rules.policy} does so only where no prefill node can"
+    if alone is not None:
+        return [*found, (alone, "")]
+    last = alone_option(request, view, state, by_choice=False)
+    return found if last is None else [*found, (last, declined)]

@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 from prfaas.scheduler.options import (
     Option,
+    alone_steps,
     choose_decode_node,
     handoff_bps,
-    remainder_steps,
+    slot_wait_s,
 )
 from prfaas.scheduler.request import Request
 from prfaas.scheduler.state import ShortTermState
@@ -35,19 +36,19 @@ class Forecast(NamedTuple):
 def forecast(request: Request, option: Option, view: View, state: ShortTermState) -> Forecast:
     """Predicts the time to first token if the request takes this option now."""
     costs, now = view.costs, view.now_s
-    if option.decodes:
+    if option.alone:
+        node = view.local.node(option.node)
         uncached = request.prompt_tokens - option.cached_tokens
-        steps = remainder_steps(uncached, state.rules.remainders.chunk_tokens)
-        wait_s = option.start_s - now
-        return Forecast(wait_s, option.prefill_s, 0.0, steps * costs.t_decode_s)
+        steps = alone_steps(uncached, state.rules.alone.chunk_tokens) if node.active else 1
+        decode_s = slot_wait_s(node, view) + steps * costs.t_decode_s
+        return Forecast(option.start_s - now, option.prefill_s, 0.0, decode_s)
     bps = handoff_bps(option, view, state)
     placed = choose_decode_node(request, view, bps)
     held = 0
     slot_s = 0.0
     if placed is not None:
         decode, held = placed
-        if decode.active >= decode.slots:
-            slot_s = (decode.active - decode.slots + 1) / decode.slots * costs.mean_hold_s
+        slot_s = slot_wait_s(decode, view)
     transfer_tokens = request.prompt_tokens - held
     end = option.end_s
     exposed = costs.exposed_s(request.prompt_tokens, transfer_tokens, option.prefill_s, bps)

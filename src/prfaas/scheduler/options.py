@@ -3,8 +3,8 @@
 An `Option` is the best prefill node of one cluster, given the cached prefixes that may be used
 there. All times are absolute; nothing is reserved. A prefix that another node holds can be copied
 first, over the cluster's fabric or, where the caller allows it, over a link between clusters.
-One more option is a decode node that has all but a short remainder of the prompt cached: it
-prefills the remainder and decodes, without a hand-off.
+One more option is a decode node that serves the request *alone*: it prefills for itself, without a
+hand-off.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from prfaas.scheduler.lookup.prefixes import EVERY_NODE, CachedPrefix
 from prfaas.scheduler.lookup.ranking import lowest
-from prfaas.scheduler.request import CacheCopy, Request, Route, is_offloadable
+from prfaas.scheduler.request import CacheCopy, Request, Route
 from prfaas.scheduler.state import ShortTermState
-from prfaas.scheduler.view import ClusterView, LinkId, LinkView, NodeView, View
+from prfaas.scheduler.view import ClusterView, LinkId, LinkView, NodeRanks, NodeView, View
 from prfaas.types import ClusterId, NodeId
 
 NO_COPIES: tuple[CacheCopy, ...] = ()
@@ -40,7 +40,10 @@ class Option(NamedTuple):
     start_s: float
     prefill_s: float
     copies: tuple[CacheCopy, ...]
-    decodes: bool = False  # the node also decodes the request: there is no hand-off
+    alone: bool = False  # the node also decodes the request: there is no hand-off
+    # Of a node alone: what the requests that decode there wait for the prefill, all together.
+    delays_s: float = 0.0
+    by_choice: bool = False  # of a node alone: other nodes could prefill the request
 
     @property
     def end_s(self) -> float:
@@ -108,14 +111,14 @@ def best_option(
 ) -> Option | None:
     """The node whose prefill ends first, resuming from its own cache or from a copy of `prefix`.
     None if no node of the cluster can prefill. Among equals, a node that already has the prefix,
-    because a copy takes memory twice, and then the node with the lowest number."""
+    because a copy takes memory twice, and then the one that has been idle for longest."""
     now = view.now_s
     groups = view.cached.groups
     ranks = cluster.ranks(view.cached)
     free = ranks.prefill_free_at_s
     if not free.nodes:
         return None
-    if not groups:
+    if not groups and not ranks.paces:
         # Every prefill takes the same time, so the node that is free first is best.
         free_at_s, number = free.least()
         prefill_s = view.costs.prefill_s[cluster.cluster](request.prompt_tokens, 0)
@@ -123,18 +126,10 @@ def best_option(
         return Option(cluster.cluster, ranks.name(number), 0, start, prefill_s, NO_COPIES)
     best: _Candidate | None = None
     best_held: CachedPrefix | None = None
-    idle, others = free.at_most(now), free.nodes
-    for held, nodes in groups:
-        members = nodes & free.nodes
-        if members:
-            others &= ~members
-            found = _first_to_end(request, members, idle, held, cluster, view, prefix)
-            if best is None or found < best:
-                best, best_held = found, held
-    if others:
-        found = _first_to_end(request, others, idle, None, cluster, view, prefix)
+    for held, pace, members in _alike(view, ranks, free.nodes):
+        found = _first_to_end(request, members, held, pace, cluster, view, prefix)
         if best is None or found < best:
-            best, best_held = found, None
+            best, best_held = found, held
     assert best is not None
     node, copies = ranks.name(best.number), NO_COPIES
     if best.copied:
@@ -149,6 +144,7 @@ class _Candidate(NamedTuple):
 
     end_s: float
     copied: bool
+    free_at_s: float  # in the past: idle since then
     number: int
     start_s: float
     prefill_s: float
@@ -158,40 +154,37 @@ class _Candidate(NamedTuple):
 def _first_to_end(
     request: Request,
     nodes: int,
-    idle: int,
     held: CachedPrefix | None,
+    pace: float,
     cluster: ClusterView,
     view: View,
     prefix: PrefixSource | None,
 ) -> _Candidate:
     """The prefill of these nodes takes the same time at each of them, so the node that is free
-    first is best, and the nodes that are idle are equal."""
+    first is best. Idle nodes take turns: the one that has been idle for longest is first."""
     now, tokens = view.now_s, request.prompt_tokens
     seconds = view.costs.prefill_s[cluster.cluster]
     free = cluster.ranks().prefill_free_at_s
     own = 0 if held is None else min(held.tokens, tokens - 1)
-    if nodes & idle:
-        start, number = now, lowest(nodes & idle)
-    else:
-        first = free.first(nodes)
-        assert first is not None
-        start, number = first
-    prefill_s = seconds(tokens - own, own)
+    first = free.first(nodes)
+    assert first is not None
+    free_at_s, number = first
+    start = max(free_at_s, now)
+    prefill_s = pace * seconds(tokens - own, own)
     end = start + prefill_s
     if prefix is None or prefix.tokens <= own:
-        return _Candidate(end, False, number, start, prefill_s, own)
+        return _Candidate(end, False, free_at_s, number, start, prefill_s, own)
     copied = min(prefix.tokens, tokens - 1)
-    copied_s = seconds(tokens - copied, copied)
+    copied_s = pace * seconds(tokens - copied, copied)
     if start + copied_s >= end:
-        return _Candidate(end, False, number, start, prefill_s, own)
+        return _Candidate(end, False, free_at_s, number, start, prefill_s, own)
     _, copy_s = _copy_cost(prefix, held, view)
     copied_at = now + copy_s
     if copied_at > start:
         if copied_at + copied_s >= end:
-            return _Candidate(end, False, number, start, prefill_s, own)
-        # Every node that is free before the copy is made is equal.
-        start, number = copied_at, lowest(nodes & free.at_most(copied_at))
-    return _Candidate(start + copied_s, True, number, start, copied_s, copied)
+            return _Candidate(end, False, free_at_s, number, start, prefill_s, own)
+        start = copied_at  # the node is free before the copy is made
+    return _Candidate(start + copied_s, True, free_at_s, number, start, copied_s, copied)
 
 
 def _copy_cost(prefix: PrefixSource, held: CachedPrefix | None, view: View) -> tuple[int, float]:
@@ -201,75 +194,125 @@ def _copy_cost(prefix: PrefixSource, held: CachedPrefix | None, view: View) -> t
     return nbytes, nbytes * 8 / prefix.bps + prefix.rtt_s
 
 
-def remainder_option(request: Request, view: View, state: ShortTermState) -> Option | None:
-    """The decode node whose prefill of the remainder ends first. None where no decode node may
-    prefill it. The decodes beside it wait for the prefill. So the remainder is short, the node has
-    a free slot and memory, and a node that decodes waits between two remainders as long as
-    `next_remainder_after` says."""
-    rules = state.rules.remainders
-    cached, now, tokens = view.cached, view.now_s, request.prompt_tokens
-    if state.rules.policy != "adaptive" or not rules.tokens or not cached:
-        return None
-    if request.no_remainder or not is_offloadable(request):
+def _alike(
+    view: View, ranks: NodeRanks, nodes: int
+) -> Iterator[tuple[CachedPrefix | None, float, int]]:
+    """The set of nodes, divided into sets that hold the same prefix and have the same pace."""
+    for held, holders in view.cached.groups:
+        members = holders & nodes
+        if members:
+            nodes &= ~members
+            for pace, alike in ranks.by_pace(members):
+                yield held, pace, alike
+    for pace, alike in ranks.by_pace(nodes):
+        yield None, pace, alike
+
+
+# A decode node alone -----------------------------------------------------------------------------
+
+
+def alone_option(
+    request: Request, view: View, state: ShortTermState, *, by_choice: bool
+) -> Option | None:
+    """The decode node that serves the request alone, with the earliest first token for the least
+    delay of the requests that decode there. None where no PD node may.
+
+    `by_choice`: other nodes could prefill the request. Then those that decode on the node must not
+    notice it: the node has a free slot and memory, no other prefill before this one, and has not
+    spent more than its share of time on such prefills (`next_alone_after`)."""
+    ranks = view.local.ranks(view.cached)
+    free, load = ranks.decode_free_at_s, ranks.active
+    if by_choice:
+        allowed = _may_serve_alone(request, view)
+    elif load.nodes:
+        allowed = load.nodes
+    else:  # no node decodes: every PD node can
+        free = load = ranks.prefill_free_at_s
+        allowed = free.nodes
+    if not allowed:
         return None
     best: Option | None = None
-    best_number = 0
-    ranks = view.local.ranks(cached)
-    seconds = view.costs.prefill_s[view.local.cluster]
-    allowed: int | None = None
-    for held, nodes in cached.groups:
-        own = min(held.tokens, tokens - 1)
-        if own <= 0 or tokens - own > rules.tokens:
-            continue
-        if allowed is None:
-            allowed = _may_prefill_remainder(tokens * view.costs.bytes_per_token, view)
-        members = nodes & allowed
-        if not members:
-            continue
-        idle = members & ranks.decode_free_at_s.at_most(now)
-        if idle:
-            start, number = now, lowest(idle)
-        else:
-            first = ranks.decode_free_at_s.first(members)
-            assert first is not None
-            start, number = first
-            if start - now > state.rules.adaptive.queue_s:
-                continue
-        found = Option(
-            view.local.cluster,
-            ranks.name(number),
-            own,
-            start,
-            seconds(tokens - own, own),
-            NO_COPIES,
-            decodes=True,
-        )
-        if best is None or (found.end_s, number) < (best.end_s, best_number):
-            best, best_number = found, number
+    best_cost: tuple[float, int] | None = None
+    idle = allowed & free.at_most(view.now_s)
+    for held, pace, members in _alike(view, ranks, allowed):
+        # The node that decodes least of those that are idle, or the one that is free first.
+        found = load.first(members & idle) if members & idle else free.first(members)
+        assert found is not None
+        number = found[1]
+        node = view.local.node(ranks.name(number))
+        option = _alone_at(request, node, held, pace, view, by_choice=by_choice)
+        cost = (option.end_s + option.delays_s + slot_wait_s(node, view), number)
+        if best_cost is None or cost < best_cost:
+            best, best_cost = option, cost
     return best
 
 
-def _may_prefill_remainder(kv_bytes: float, view: View) -> int:
-    """The set of decode nodes with a free slot, with memory, and not too soon after another
-    remainder."""
+def _may_serve_alone(request: Request, view: View) -> int:
+    """The set of decode nodes that may serve the request alone although other nodes could prefill
+    it."""
     ranks = view.local.ranks()
-    if not ranks.active.nodes:
+    if request.no_alone or not ranks.active.nodes:
         return 0
     slots = view.local.node(ranks.name(ranks.active.least()[1])).slots
-    waited = ranks.next_remainder_s.at_most(view.now_s) | ranks.active.at_most(0)
-    return waited & ranks.active.at_most(slots - 1) & ranks.minus_free_kv_bytes.at_most(-kv_bytes)
+    kv_bytes = request.prompt_tokens * view.costs.bytes_per_token
+    rested = ranks.next_alone_s.at_most(view.now_s) | ranks.active.at_most(0)
+    return (
+        rested
+        & ranks.active.at_most(slots - 1)
+        & ranks.minus_free_kv_bytes.at_most(-kv_bytes)
+        & ranks.decode_free_at_s.at_most(view.now_s)
+    )
 
 
-def next_remainder_after(prefill_s: float, now_s: float, slowdown: float) -> float:
-    """When a node that decodes may prefill another remainder after one that takes `prefill_s` and
-    is dispatched now. Decodes then get all but slowdown / (1 + slowdown) of the node's time, so
-    that a token takes 1 + slowdown times as long."""
+def _alone_at(
+    request: Request,
+    node: NodeView,
+    held: CachedPrefix | None,
+    pace: float,
+    view: View,
+    *,
+    by_choice: bool,
+) -> Option:
+    tokens, name = request.prompt_tokens, view.local.cluster
+    own = 0 if held is None else min(held.tokens, tokens - 1)
+    prefill_s = pace * view.costs.prefill_s[name](tokens - own, own)
+    return Option(
+        name,
+        node.node,
+        own,
+        max(node.free_at_s, view.now_s),
+        prefill_s,
+        NO_COPIES,
+        alone=True,
+        delays_s=node.active * prefill_s,
+        by_choice=by_choice,
+    )
+
+
+def slot_wait_s(node: NodeView, view: View) -> float:
+    """Expected wait of a new request for a decode slot of the node."""
+    if node.active < node.slots:
+        return 0.0
+    return (node.active - node.slots + 1) / node.slots * view.costs.mean_hold_s
+
+
+def next_alone_after(prefill_s: float, now_s: float, slowdown: float) -> float:
+    """When a node that decodes may serve another request alone after one whose prefill takes
+    `prefill_s` and is dispatched now. Decodes then get all but slowdown / (1 + slowdown) of the
+    node's time, so that a token takes 1 + slowdown times as long."""
     return now_s + prefill_s * (1 + 1 / slowdown)
 
 
-def remainder_steps(uncached_tokens: int, chunk_tokens: int) -> int:
-    """Decode steps between the chunks of a remainder, where other requests decode, and the step
-    that would have followed a hand-off."""
+def most_computed_tokens(uncached_tokens: int, chunk_tokens: int) -> int:
+    """The most tokens that a node may compute of a prompt that it serves alone by choice. It may
+    have lost a little of the prefix; one that has lost much had better not compute all that beside
+    its decodes."""
+    return max(2 * uncached_tokens, chunk_tokens)
+
+
+def alone_steps(uncached_tokens: int, chunk_tokens: int) -> int:
+    """Decode steps between the chunks of a prompt that a node prefills for itself while others
+    decode there, and the step that would have followed a hand-off."""
     return max(1, math.ceil(uncached_tokens / chunk_tokens))
 
 
@@ -334,8 +377,8 @@ def make_route(
 ) -> Route | None:
     """Completes an option with a decode node, which is chosen last because the bandwidth to it
     decides what its cache is worth. None if no node decodes."""
-    if option.decodes:
-        return _remainder_route(option, view, state, reason)
+    if option.alone:
+        return _alone_route(option, state, reason)
     placed = choose_decode_node(request, view, handoff_bps(option, view, state))
     if placed is None:
         return None
@@ -356,8 +399,11 @@ def make_route(
     )
 
 
-def _remainder_route(option: Option, view: View, state: ShortTermState, reason: str) -> Route:
-    slowdown = state.rules.remainders.slowdown
+def _alone_route(option: Option, state: ShortTermState, reason: str) -> Route:
+    next_s: float | None = None
+    if option.by_choice:
+        slowdown = state.rules.alone.slowdown
+        next_s = next_alone_after(option.prefill_s, option.start_s, slowdown)
     return Route(
         cluster=option.cluster,
         prefill=option.node,
@@ -370,5 +416,5 @@ def _remainder_route(option: Option, view: View, state: ShortTermState, reason: 
         prefill_s=option.prefill_s,
         copies=option.copies,
         reason=reason,
-        next_remainder_s=next_remainder_after(option.prefill_s, option.start_s, slowdown),
+        next_alone_s=next_s,
     )

@@ -10,6 +10,7 @@ from prfaas.types import ClusterId, NodeId
 ONLY_LOGPROBS = "the prefill makes prompt log-probabilities, and a hand-off transfers only KV"
 ONLY_ADAPTER = "remote clusters serve only the base model"
 ONLY_MULTIMODAL = "image embeddings are not transferred"
+ONLY_TOKEN = "a prompt of one token has nothing to hand off"
 ONLY_DECODE = "the decode engine tokenised this chat differently from the gateway"
 
 
@@ -23,7 +24,7 @@ class Request(NamedTuple):
     adapter: str = ""  # name of a LoRA adapter; empty: the base model
     multimodal: bool = False
     decode_only: bool = False  # the decode engine refused its hand-off
-    no_remainder: bool = False  # a decode node had less of it cached than a route expected
+    no_alone: bool = False  # a decode node had less of it cached than a route expected
 
 
 class CacheCopy(NamedTuple):
@@ -51,9 +52,9 @@ class Route(NamedTuple):
     prefill_s: float  # expected duration of the prefill, without waiting
     copies: tuple[CacheCopy, ...]
     reason: str
-    # Set where a decode node that has most of the prompt cached prefills the remainder itself: when
-    # it may prefill the next one.
-    next_remainder_s: float | None = None
+    # Set where a decode node serves the request alone although other nodes could prefill it: when
+    # it may do so again while requests decode there.
+    next_alone_s: float | None = None
     # Where the request decodes outside the PD cluster at which it arrived: the round trip between
     # the two, which its first token takes longer.
     round_trip_s: float = 0.0
@@ -62,8 +63,21 @@ class Route(NamedTuple):
     credits: tuple[tuple[ClusterId, float], ...] = ()
 
     @property
-    def is_remainder(self) -> bool:
-        return self.next_remainder_s is not None
+    def alone(self) -> bool:
+        """Whether the decode node prefills for itself, so that there is no hand-off."""
+        return self.prefill == self.decode
+
+    @property
+    def is_last_resort(self) -> bool:
+        """Whether the decode node serves the request alone because there was no other way."""
+        return self.alone and self.next_alone_s is None
+
+
+def alone_reason(request: Request) -> str | None:
+    """Why a decode node must prefill the request for itself; None if other nodes may prefill it."""
+    if request.prompt_tokens == 1:
+        return ONLY_TOKEN
+    return local_only_reason(request)
 
 
 def is_offloadable(request: Request) -> bool:

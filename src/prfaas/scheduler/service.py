@@ -1,9 +1,9 @@
 """How well a PD cluster is served now, and in plain words why not better. Pure.
 
     served     a node of the PD cluster decodes, and a PrfaaS cluster or a local node prefills
-    degraded   every request is answered, but decode nodes prefill for themselves, or another PD
+    degraded   every request is answered, but one node prefills and decodes it, or another PD
                cluster decodes
-    unserved   requests have to wait, or are refused: no node may decode them
+    unserved   requests have to wait, or are refused: no node of the PD cluster is in use
 
 Readiness, metrics, alerts, the console and the causes that `prfaas trace` names all follow this
 one judgement. It says what the deployment can do for a request; it does not say how busy it is.
@@ -42,19 +42,15 @@ def judge_service(
     remotes: Sequence[ClusterNodes],
     plan: Plan | None,
     helpers: Collection[ClusterId] = (),
-    *,
-    any_role: bool = False,
 ) -> Service:
     """`remotes`: the PrfaaS clusters that may prefill for the PD cluster. `helpers`: other PD
-    clusters that can decode for it now. `any_role`: a node serves whole requests, whatever its role
-    (while others restart, or have other KV formats)."""
-    problem = _why_unserved(home, remotes, plan, any_role=any_role)
-    if problem:
-        if helpers:
-            names = _joined(sorted(helpers))
-            return Service("degraded", f"{problem}: requests of {home.cluster} decode at {names}")
+    clusters that can decode for it now."""
+    problem = _why_unserved(home, plan)
+    if problem and helpers:
+        names = _joined(sorted(helpers))
+        return Service("degraded", f"{problem}: requests of {home.cluster} decode at {names}")
+    if problem or plan is None:
         return Service("unserved", problem)
-    assert plan is not None
     if not home.decoding:
         return Service("degraded", f"{_no_node(home, 'decodes')}: prefill nodes decode as well")
     # Without a PrfaaS cluster, a plan without prefill nodes lacks nothing.
@@ -62,6 +58,9 @@ def judge_service(
     if wants_prefill and not _has_prefill(home, remotes):
         missing = _missing_prefill(home, remotes)
         return Service("degraded", f"{missing}: decode nodes prefill for themselves")
+    if plan.capacity_rps <= 0:
+        # The nodes in use answer nevertheless. A gateway that is not ready would lose their work.
+        return Service("degraded", f"the plan of {home.cluster} has capacity 0")
     return Service("served")
 
 
@@ -74,23 +73,14 @@ def why_no_prefill_at(remote: ClusterNodes, home: ClusterId) -> str:
     return "" if remote.link_up else f"the link from {remote.cluster} to {home} is cut"
 
 
-def _why_unserved(
-    home: ClusterNodes, remotes: Sequence[ClusterNodes], plan: Plan | None, *, any_role: bool
-) -> str:
+def _why_unserved(home: ClusterNodes, plan: Plan | None) -> str:
+    """Empty where a request can be answered. A single node is enough, whatever its role."""
     if home.drained:
         return f"{home.cluster} is drained"
-    if plan is None and not home.prefilling + home.decoding:
-        return f"{home.cluster} has no plan yet, and {_no_node(home, 'answers')}"
-    if plan is None:
-        return f"{home.cluster} has no plan yet"
-    if not (home.decoding or (any_role and home.prefilling)):
-        return _no_node(home, "decodes")
-    if plan.capacity_rps <= 0:
-        problem = f"the plan of {home.cluster} has capacity 0"
-        if not _has_prefill(home, remotes):
-            problem += f", as {_missing_prefill(home, remotes)}"
-        return problem
-    return ""
+    if not home.prefilling + home.decoding:
+        before = f"{home.cluster} has no plan yet, and " if plan is None else ""
+        return f"{before}{_no_node(home, 'is in use')}"
+    return f"{home.cluster} has no plan yet" if plan is None else ""
 
 
 def _has_prefill(home: ClusterNodes, remotes: Sequence[ClusterNodes]) -> bool:

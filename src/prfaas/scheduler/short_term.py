@@ -2,7 +2,8 @@
 
 Pure; the gateway and the simulator both call `route` for every request and `adjust` after every
 round of reports. Policies: `paper` (section 3.4.3), `local`, `remote`, and `adaptive` (in
-`adaptive.py`). This module does not know HTTP, sockets or clocks.
+`adaptive.py`). Under every policy, a request that no prefill node can take is served by a decode
+node alone. This module does not know HTTP, sockets or clocks.
 
     bandwidth scarce      each cluster counts only its own cache
     bandwidth abundant    the best cache of any cluster counts, and its prefix is copied
@@ -21,6 +22,7 @@ from prfaas.scheduler.homes.shares import Credits, choose_by_share
 from prfaas.scheduler.options import (
     Option,
     PrefixSource,
+    alone_option,
     best_option,
     longest_own,
     make_route,
@@ -28,7 +30,12 @@ from prfaas.scheduler.options import (
     prefix_within,
 )
 from prfaas.scheduler.plan import Plan
-from prfaas.scheduler.request import Request, Route, is_offloadable, local_only_reason
+from prfaas.scheduler.request import (
+    Request,
+    Route,
+    alone_reason,
+    is_offloadable,
+)
 from prfaas.scheduler.state import LinkState, ShortTermState
 from prfaas.scheduler.view import ClusterView, LinkId, LinkView, View
 from prfaas.scheduler.waiting import Hold
@@ -44,6 +51,9 @@ LONG = "long: more than the threshold is uncached"
 NOT_THERE = ", but no node there can take it"
 KEPT = "the raised threshold keeps it: local prefill is no later than remote"
 NOT_KEPT = "long: the raised threshold would keep it, but local prefill is later"
+ALONE = "no prefill node can take it: a decode node prefills for itself"
+QUEUES_ARE_LONG = "every prefill queue of the cluster is long enough"
+NOTHING_DECODES = "no node decodes"
 POLICY_LOCAL = "policy local"
 POLICY_REMOTE = "policy remote"
 
@@ -51,33 +61,60 @@ POLICY_REMOTE = "policy remote"
 def route(request: Request, view: View, plan: Plan, state: ShortTermState) -> Route | Hold:
     """The route of `request`, or the hold under which it waits. Reserves nothing: the caller
     records a route on the board, and puts a held request into the waiting room."""
-    remotes = reachable_remotes(request, view)
+    option, reason, credits = _choose(request, view, plan, state)
+    if option is not None and (option.alone or view.local.ranks().active.nodes):
+        chosen = _dispatch_or_hold(request, option, reason, view, state)
+        if isinstance(chosen, Route) and credits:
+            chosen = chosen._replace(credits=credits)
+        return chosen
+    # No prefill node can take the request, or no node decodes what others prefill.
+    alone = alone_option(request, view, state, by_choice=False)
+    if alone is None:
+        return Hold(NOTHING_DECODES, None, 0.0, request.arrived_s)
+    return _dispatch_or_hold(request, alone, ALONE, view, state)
+
+
+class _Decided(NamedTuple):
+    option: Option | None
+    reason: str = ""
     credits: Credits = ()
+
+
+def _choose(request: Request, view: View, plan: Plan, state: ShortTermState) -> _Decided:
+    """The option that the policy prefers. None where no prefill node can take the request."""
+    stays = alone_reason(request)
+    if stays is not None:
+        return _Decided(alone_option(request, view, state, by_choice=False), stays)
+    remotes = reachable_remotes(request, view)
     match state.rules.policy:
         case "paper":
-            option, reason, credits = _paper(request, view, plan, state, remotes)
+            return _paper(request, view, plan, state, remotes)
         case "adaptive":
-            option, reason = choose_cheapest(request, view, plan, state, remotes)
+            return _Decided(*choose_cheapest(request, view, plan, state, remotes))
         case "local":
-            option, reason = _first(request, view, [view.local, *remotes], POLICY_LOCAL)
+            near = best_option(request, view.local, view, prefix_within(view.local, view))
+            return _Decided(near, POLICY_LOCAL)
         case "remote":
-            option, reason, credits = _remote(request, view, plan, remotes)
-    if option is None:
-        return Hold(reason, None, 0.0, request.arrived_s)
-    # A remainder takes no prefill node, so that it does not wait for one.
-    if state.rules.policy == "adaptive" and not option.decodes:
+            return _remote(request, view, plan, remotes)
+
+
+def _dispatch_or_hold(
+    request: Request, option: Option, reason: str, view: View, state: ShortTermState
+) -> Route | Hold:
+    # A decode node alone takes no prefill node, so that the request does not wait for one. Where
+    # one of the roles is missing, the nodes that are left have a queue like prefill nodes.
+    ranks = view.local.ranks()
+    waits = not option.alone or not (ranks.prefill_free_at_s.nodes and ranks.active.nodes)
+    if state.rules.policy == "adaptive" and waits:
         if option.start_s - view.now_s > state.rules.adaptive.queue_s and not has_room(
             option.cluster, view, state
         ):
-            return make_hold(
-                request, option, view, state, "every prefill queue of the cluster is long enough"
-            )
+            return make_hold(request, option, view, state, QUEUES_ARE_LONG)
         if others_are_overdue(request, option, view, state):
             return make_hold(request, option, view, state, "other requests have waited longer")
     chosen = make_route(request, option, view, state, reason)
-    if chosen is None:
-        return Hold("no node decodes", None, 0.0, request.arrived_s)
-    return chosen._replace(credits=credits) if credits else chosen
+    assert chosen is not None, "a node decodes"
+    return chosen
 
 
 def has_room(cluster: ClusterId, view: View, state: ShortTermState) -> bool:
@@ -87,9 +124,11 @@ def has_room(cluster: ClusterId, view: View, state: ShortTermState) -> bool:
 
 
 def has_room_at(cluster: ClusterView, now_s: float, rules: SchedulerSection) -> bool:
-    """The same for a cluster of any view: it may prefill for several PD clusters."""
-    wait_s = shortest_wait_s(cluster, now_s)
-    return wait_s is None or wait_s <= rules.adaptive.queue_s
+    """The same for a cluster of any view: it may prefill for several PD clusters. Where no node of
+    a PD cluster has the role, its decode nodes prefill for themselves."""
+    ranks = cluster.ranks()
+    free = ranks.prefill_free_at_s if ranks.prefill_free_at_s.nodes else ranks.decode_free_at_s
+    return not free.nodes or free.least()[0] - now_s <= rules.adaptive.queue_s
 
 
 def reachable_remotes(request: Request, view: View) -> list[ClusterView]:
@@ -98,12 +137,6 @@ def reachable_remotes(request: Request, view: View) -> list[ClusterView]:
         return []
     to = view.local.cluster
     return [remote for remote in view.remotes if view.links[remote.cluster, to].up]
-
-
-class _Decided(NamedTuple):
-    option: Option | None
-    reason: str
-    credits: Credits = ()
 
 
 def _paper(
@@ -125,9 +158,7 @@ def _paper(
         if (found := best_option(request, remote, view, prefixes.get(remote.cluster))) is not None
     ]
     if not far:
-        if near is None:
-            return _Decided(None, "no node prefills")
-        return _Decided(near, local_only_reason(request) or LONG + NOT_THERE)
+        return _Decided(near, LONG + NOT_THERE)
     turn, credits = _whose_turn(far, uncached, view, plan)
     if uncached <= plan.threshold_tokens:
         return _Decided(turn, SHORT + NOT_THERE, credits)
@@ -141,17 +172,17 @@ def _paper(
 
 def _remote(request: Request, view: View, plan: Plan, remotes: Sequence[ClusterView]) -> _Decided:
     """Every request is offloaded, and the plan's shares say to which PrfaaS cluster."""
-    reason = POLICY_REMOTE
     far = [
         found
         for remote in remotes
         if (found := best_option(request, remote, view, prefix_within(remote, view))) is not None
     ]
     if not far:
-        return _Decided(*_first(request, view, [view.local], reason))
+        near = best_option(request, view.local, view, prefix_within(view.local, view))
+        return _Decided(near, POLICY_REMOTE)
     uncached = request.prompt_tokens - max(option.cached_tokens for option in far)
     turn, credits = _whose_turn(far, uncached, view, plan)
-    return _Decided(turn, reason, credits)
+    return _Decided(turn, POLICY_REMOTE, credits)
 
 
 def _whose_turn(
@@ -200,16 +231,6 @@ def _longer(one: PrefixSource | None, other: PrefixSource | None) -> PrefixSourc
     if one is None or other is None:
         return one or other
     return other if other.tokens > one.tokens else one
-
-
-def _first(
-    request: Request, view: View, clusters: Sequence[ClusterView], reason: str
-) -> tuple[Option | None, str]:
-    for cluster in clusters:
-        option = best_option(request, cluster, view, prefix_within(cluster, view))
-        if option is not None:
-            return option, reason
-    return None, "no node prefills"
 
 
 def _clear(link: LinkId, state: ShortTermState) -> bool:

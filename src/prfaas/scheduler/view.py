@@ -10,7 +10,7 @@ request replaces a node's view several times.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import count
 from typing import NamedTuple, TypeAlias
 
@@ -35,7 +35,8 @@ class NodeView(NamedTuple):
     active: int  # requests that it decodes or will decode
     slots: int  # limit of its decode batch, the same for all nodes of a cluster
     free_kv_bytes: float  # decode memory that is not reserved
-    next_remainder_s: float = -math.inf  # when it may prefill a remainder beside its decodes
+    next_alone_s: float = -math.inf  # when it may next prefill for itself beside its decodes
+    pace: float = 1.0  # time of its prefills, over what its cluster's usually take
 
 
 class NodeRanks:
@@ -48,8 +49,9 @@ class NodeRanks:
         "active",
         "decode_free_at_s",
         "minus_free_kv_bytes",
-        "next_remainder_s",
+        "next_alone_s",
         "numbers",
+        "paces",
         "prefill_free_at_s",
         "usable",
     )
@@ -62,11 +64,14 @@ class NodeRanks:
         prefills: list[tuple[int, NodeView]] = []
         decodes: list[tuple[int, NodeView]] = []
         self.usable = 0  # the set of usable nodes, of both roles
+        # The sets of nodes that are slower or faster than most, by pace. Usually there are none.
+        self.paces: dict[float, int] = {}
         for node in nodes:
             number = numbers.get(node.node)
             if number is None:
                 number = next(spare)
             self._numbers[node.node] = number
+            self._set_pace(1.0, node.pace, number)
             if node.usable:
                 self.usable |= 1 << number
                 (prefills if node.role == "prefill" else decodes).append((number, node))
@@ -76,7 +81,7 @@ class NodeRanks:
         self.active = Ranking((node.active, n) for n, node in decodes)
         self.minus_free_kv_bytes = Ranking((-node.free_kv_bytes, n) for n, node in decodes)
         self.decode_free_at_s = Ranking((node.free_at_s, n) for n, node in decodes)
-        self.next_remainder_s = Ranking((node.next_remainder_s, n) for n, node in decodes)
+        self.next_alone_s = Ranking((node.next_alone_s, n) for n, node in decodes)
 
     def name(self, number: int) -> NodeId:
         return self._names[number]
@@ -84,6 +89,8 @@ class NodeRanks:
     def replace(self, before: NodeView, after: NodeView) -> None:
         """A node has changed."""
         number = self._numbers[after.node]
+        if before.pace != after.pace:
+            self._set_pace(before.pace, after.pace, number)
         if before.role != after.role or before.usable != after.usable:
             self._drop(number)
             self._rank(after, number)
@@ -99,8 +106,25 @@ class NodeRanks:
                 self.minus_free_kv_bytes.put(number, -after.free_kv_bytes)
             if after.free_at_s != before.free_at_s:
                 self.decode_free_at_s.put(number, after.free_at_s)
-            if after.next_remainder_s != before.next_remainder_s:
-                self.next_remainder_s.put(number, after.next_remainder_s)
+            if after.next_alone_s != before.next_alone_s:
+                self.next_alone_s.put(number, after.next_alone_s)
+
+    def by_pace(self, nodes: int) -> Iterator[tuple[float, int]]:
+        """The set of nodes, divided into sets of the same pace."""
+        for pace, members in self.paces.items():
+            if members & nodes:
+                yield pace, members & nodes
+                nodes &= ~members
+        if nodes:
+            yield 1.0, nodes
+
+    def _set_pace(self, before: float, after: float, number: int) -> None:
+        if before != 1.0:
+            left = self.paces.pop(before) & ~(1 << number)
+            if left:
+                self.paces[before] = left
+        if after != 1.0:
+            self.paces[after] = self.paces.get(after, 0) | 1 << number
 
     def _rank(self, node: NodeView, number: int) -> None:
         if not node.usable:
@@ -112,7 +136,7 @@ class NodeRanks:
             self.active.put(number, node.active)
             self.minus_free_kv_bytes.put(number, -node.free_kv_bytes)
             self.decode_free_at_s.put(number, node.free_at_s)
-            self.next_remainder_s.put(number, node.next_remainder_s)
+            self.next_alone_s.put(number, node.next_alone_s)
 
     def _drop(self, number: int) -> None:
         self.usable &= ~(1 << number)
@@ -121,7 +145,7 @@ class NodeRanks:
             self.active,
             self.minus_free_kv_bytes,
             self.decode_free_at_s,
-            self.next_remainder_s,
+            self.next_alone_s,
         ):
             ranking.remove(number)
 

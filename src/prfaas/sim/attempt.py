@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from prfaas.cache.lease import Lease
+from prfaas.scheduler.board import Dispatch
 from prfaas.scheduler.request import Route
 from prfaas.sim.network.links import LinkTransfer
 
@@ -13,6 +14,7 @@ class Attempt:
 
     __slots__ = (
         "copies_left",
+        "dispatch",
         "hit_tokens",
         "index",
         "is_over",
@@ -23,19 +25,22 @@ class Attempt:
         "route",
         "service_s",
         "started_s",
+        "stated_s",
         "transfer",
         "transfer_tokens",
     )
 
-    def __init__(self, index: int, route: Route, kv_bytes: float) -> None:
+    def __init__(self, index: int, route: Route, dispatch: Dispatch) -> None:
         self.index = index  # of the arrival
         self.route = route
-        self.kv_bytes = kv_bytes  # reserved at the decode node
+        self.dispatch = dispatch  # as the board knows it
+        self.kv_bytes = dispatch.kv_bytes  # reserved at the decode node
         self.transfer_tokens = route.transfer_tokens  # an estimate until the grant
         self.copies_left = 0
         self.is_over = False
         self.landed = False
         self.started_s = 0.0
+        self.stated_s = 0.0  # duration of the prefill by the profile
         self.service_s = 0.0
         self.prefilled_s = 0.0
         self.hit_tokens = 0

@@ -134,7 +134,7 @@ class Caches:
         return self._caches[node].handoffs.attention_tokens(hashes)
 
     def resumable_tokens(self, node: NodeId, hashes: Hashes) -> int:
-        """The number of tokens that a remainder at this decode node can follow."""
+        """The number of tokens that this decode node can continue from."""
         return self._caches[node].handoffs.resumable_tokens(hashes)
 
     def store_handoff(self, node: NodeId, hashes: Hashes, prompt_tokens: int) -> None:

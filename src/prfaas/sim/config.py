@@ -50,7 +50,16 @@ class LinkFault(NamedTuple):
     until_s: float = math.inf
 
 
-Fault: TypeAlias = NodeFault | ClusterFault | LinkFault
+class SlowFault(NamedTuple):
+    """The prefills that a node begins take `factor` times as long as its profile states."""
+
+    node: NodeId
+    factor: float
+    at_s: float
+    until_s: float = math.inf
+
+
+Fault: TypeAlias = NodeFault | ClusterFault | LinkFault | SlowFault
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from prfaas.scheduler.homes.plans import home_name
 from prfaas.scheduler.long_term.replan_homes import replan_homes
 from prfaas.scheduler.view import LinkId
 from prfaas.sim.attempt import Attempt
-from prfaas.sim.config import ClusterFault, Fault, LinkFault, NodeFault
+from prfaas.sim.config import ClusterFault, Fault, LinkFault, NodeFault, SlowFault
 from prfaas.sim.nodes import SimNode
 from prfaas.sim.world import World
 from prfaas.types import ClusterId, NodeId
@@ -28,10 +28,15 @@ def schedule_changes(world: World, until_s: float) -> None:
     events = world.events
     for index, fault in enumerate(world.config.faults):
         _check(fault, world, f"faults.{index}")
-        begin: Callable[[Any], None] = changes.lose_nodes
-        end: Callable[[Any], None] = changes.recover_nodes
-        if isinstance(fault, LinkFault):
-            begin, end = changes.lose_link, changes.recover_link
+        begin: Callable[[Any], None]
+        end: Callable[[Any], None]
+        match fault:
+            case LinkFault():
+                begin, end = changes.lose_link, changes.recover_link
+            case SlowFault():
+                begin, end = changes.slow_down, changes.speed_up
+            case _:
+                begin, end = changes.lose_nodes, changes.recover_nodes
         events.at(fault.at_s, begin, fault)
         if fault.until_s < float("inf"):
             events.at(fault.until_s, end, fault)
@@ -47,7 +52,7 @@ def schedule_changes(world: World, until_s: float) -> None:
 def _check(fault: Fault, world: World, where: str) -> None:
     known: list[str]
     match fault:
-        case NodeFault(node):
+        case NodeFault(node) | SlowFault(node):
             named, known = str(node), list(world.nodes)
         case ClusterFault(cluster):
             named, known = str(cluster), list(world.prefill_waiting)
@@ -139,7 +144,6 @@ class _ScheduledChanges:
         world.prefill_waiting[node.cluster] -= len(node.queue)
         world.slot_waiting -= len(node.for_slot)
         node.queue.clear()
-        node.queued_s = 0.0
         node.running = None
         node.for_slot.clear()
         node.for_memory.clear()
@@ -169,6 +173,14 @@ class _ScheduledChanges:
         for index in indices:
             self._world.columns.retries[index] += 1
             self._world.try_route(index)
+
+    # Slow nodes -----------------------------------------------------------------------------------
+
+    def slow_down(self, fault: SlowFault) -> None:
+        self._world.nodes[fault.node].slowness = fault.factor
+
+    def speed_up(self, fault: SlowFault) -> None:
+        self._world.nodes[fault.node].slowness = 1.0
 
     # Lost links -----------------------------------------------------------------------------------
 
@@ -215,9 +227,9 @@ class _ScheduledChanges:
         source.prefills.pop(attempt, None)
         target.decodes.pop(attempt, None)
         if attempt.landed:
-            world.board.record_end(chosen, attempt.kv_bytes)
+            world.board.record_end(attempt.dispatch)
         else:
-            world.board.record_failure(chosen, attempt.kv_bytes)
+            world.board.record_failure(attempt.dispatch, world.events.now_s)
         if attempt.transfer is not None:
             world.links[chosen.cluster, chosen.decode_cluster].cancel(attempt.transfer)
         if source is not lost:
@@ -236,7 +248,6 @@ class _ScheduledChanges:
         if attempt in source.queue:
             source.queue.remove(attempt)
             world.prefill_waiting[source.cluster] -= 1
-            source.queued_s -= attempt.route.prefill_s
         if attempt.prefill_lease is not None and world.caches is not None:
             world.caches.release(source.name, attempt.prefill_lease)
         if source.running is attempt:

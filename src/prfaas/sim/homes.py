@@ -124,14 +124,14 @@ class SimHomes:
         """What the home compared when it chose the route: before the board has the dispatch."""
         held = room.work if len(self.names) == 1 else room.work_before(home)
         view = board.view(now_s, cached, held, home)
-        choice = Choice(taken, view, alone=False)
+        choice = Choice(taken, view)
         return explain(choice, [view], request, self.plans[home], self._states[home])
 
     def record_dispatch(
         self, taken: Route, home: ClusterId, room: WaitingRoom[int], now_s: float
     ) -> None:
         """Counts a dispatch towards the share of its home."""
-        if len(self.names) == 1 or taken.is_remainder:
+        if len(self.names) == 1 or taken.alone:
             return
         weight = 1.0
         if taken.cluster in self._weights:

@@ -134,9 +134,9 @@ class SimNode:
         "name",
         "prefills",
         "queue",
-        "queued_s",
         "role",
         "running",
+        "slowness",
         "switching",
     )
 
@@ -147,11 +147,11 @@ class SimNode:
         self.cluster = cluster
         self.role: Role = role
         self.alive = True
+        self.slowness = 1.0  # time of its prefills over the stated time
         self.switching = False  # drained, and changing its role
         self.batch = batch
         self.free_kv_bytes = kv_bytes
         self.queue: deque[Attempt] = deque()  # attempts that wait for their prefill
-        self.queued_s = 0.0
         self.running: Attempt | None = None
         self.for_slot: deque[Attempt] = (
             deque()
@@ -164,10 +164,3 @@ class SimNode:
     @property
     def drained(self) -> bool:
         return not self.prefills and not self.decodes
-
-    def work_s(self, now_s: float) -> float:
-        """Prefill work: the queue, as the router estimated it, and the rest of the running one."""
-        left = max(0.0, self.queued_s)
-        if self.running is not None:
-            left += self.running.started_s + self.running.service_s - now_s
-        return left

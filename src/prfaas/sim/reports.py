@@ -43,7 +43,7 @@ class Reports:
         world = self._world
         now = world.events.now_s
         reports = [
-            (node.name, NodeReport(now, node.work_s(now), node.batch.running + len(node.for_slot)))
+            (node.name, NodeReport(now, 0.0, node.batch.running + len(node.for_slot)))
             for node in self._changed
             if node.alive
         ]
@@ -89,6 +89,9 @@ class Reports:
         for link_id, link_stats in stats:
             world.board.record_link_report(link_id, link_stats)
         now = world.events.now_s
+        if world.correction is not None:
+            world.correction.doubt_old(now)
+            world.apply_correction()
         world.homes.adjust(world.board, world.waiting_room.work, now)
         if world.waiting_room:
             world.retry_waiting()

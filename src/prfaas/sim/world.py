@@ -20,6 +20,7 @@ from prfaas.planner.problem import Path, Problem
 from prfaas.scheduler.board import Board
 from prfaas.scheduler.costs import build_costs
 from prfaas.scheduler.homes.plans import as_network, home_name
+from prfaas.scheduler.long_term.profile_correction import ProfileCorrection
 from prfaas.scheduler.long_term.traffic import TrafficHistory
 from prfaas.scheduler.lookup.prefixes import (
     EVERY_NODE,
@@ -31,15 +32,15 @@ from prfaas.scheduler.plan import Role
 from prfaas.scheduler.request import CacheCopy, Request
 from prfaas.scheduler.view import LinkId, LinkView
 from prfaas.scheduler.waiting import Hold, WaitingRoom
+from prfaas.sim.alone import ServedAlone
 from prfaas.sim.arrivals import Arrivals
 from prfaas.sim.attempt import Attempt
 from prfaas.sim.caches import Caches
-from prfaas.sim.config import SimConfig, node_names
+from prfaas.sim.config import SimConfig, SlowFault, node_names
 from prfaas.sim.events import Events
 from prfaas.sim.homes import SimHomes
 from prfaas.sim.network.links import FluidLink
 from prfaas.sim.nodes import Batch, SimNode
-from prfaas.sim.remainders import Remainders
 from prfaas.sim.reports import Reports
 from prfaas.sim.results.meters import QueueSamples, RequestColumns, StageMeter, StageNames
 from prfaas.sim.results.recording import Recorder
@@ -124,10 +125,11 @@ class World:
             each = [(node, cluster, p) for cluster, names, p in members for node in names]
             spec = network.homes[0].problem.spec
             self.caches = Caches(spec, config.cache, each, self.events, config.event_lag_s)
-        # They need to know what decode nodes hold, which only simulated caches say.
-        self.remainders: Remainders | None = None
-        if self.caches is not None and self._hashes is not None:
-            self.remainders = Remainders(config.scheduler.remainders, self.costs, self.caches)
+        self.alone = ServedAlone(config.scheduler.alone)
+        # Without faults that change them, nodes take as long as their profiles state.
+        self.correction: ProfileCorrection | None = None
+        if any(isinstance(fault, SlowFault) for fault in config.faults):
+            self.correction = ProfileCorrection(config.scheduler.correction)
         self.links = {
             name: FluidLink(self.events, path.bps, config.report_interval_s)
             for name, path in self.paths.items()
@@ -199,25 +201,24 @@ class World:
             cached = self.caches.match(self._hashes[index])
         else:
             cached = self._uniform.match(self._cached[index])
-        request = Request(
-            index, self._prompts[index], self._times[index], no_remainder=self.remainders is None
-        )
+        request = Request(index, self._prompts[index], self._times[index])
         home, room = self._homes[index], self.waiting_room
         decision = self.homes.route(request, home, self.board, cached, room, now)
         prompt_tokens = self._prompts[index]
-        if self.remainders is not None and not isinstance(decision, Hold):
-            assert self._hashes is not None
-            if self.remainders.is_refused(decision, self._hashes[index], prompt_tokens):
-                request = request._replace(no_remainder=True)
-                decision = self.homes.route(request, home, self.board, cached, room, now)
         if isinstance(decision, Hold):
             return decision
+        if self.caches is not None and self._hashes is not None and decision.alone:
+            hashes = self._hashes[index]
+            if self.alone.is_refused(decision, self.caches, hashes, prompt_tokens):
+                request = request._replace(no_alone=True)
+                decision = self.homes.route(request, home, self.board, cached, room, now)
+                if isinstance(decision, Hold):
+                    return decision
         costs = self.costs[decision.decode_cluster]
         kv_bytes = float(costs.handoff_bytes(prompt_tokens, prompt_tokens))
-        attempt = Attempt(index, decision, kv_bytes)
         if self.recorder is not None:
             self.recorder.record_dispatch(request, home, cached, decision)
-        self.board.record_dispatch(decision, kv_bytes, now)
+        attempt = Attempt(index, decision, self.board.record_dispatch(decision, kv_bytes, now))
         self.homes.record_dispatch(decision, home, room, now)
         self.nodes[decision.prefill].prefills[attempt] = None
         decode = self.nodes[decision.decode]
@@ -240,7 +241,6 @@ class World:
         node = self.nodes[attempt.route.prefill]
         node.queue.append(attempt)
         self.prefill_waiting[node.cluster] += 1
-        node.queued_s += attempt.route.prefill_s
         for copy in attempt.route.copies:
             self._copy(attempt, copy)
         self.next_prefill(node)
@@ -282,25 +282,24 @@ class World:
             return
         attempt = node.queue.popleft()
         self.prefill_waiting[node.cluster] -= 1
-        node.queued_s -= attempt.route.prefill_s
         node.running = attempt
         now = self.events.now_s
         index = attempt.index
         tokens = self._prompts[index]
         chosen = attempt.route
         costs = self.costs[chosen.decode_cluster]
-        if chosen.is_remainder:
-            assert self.remainders is not None and self._hashes is not None
-            attempt.hit_tokens, seconds = self.remainders.start(node, self._hashes[index], tokens)
-        elif self.caches is not None and self._hashes is not None:
-            attempt.prefill_lease = self.caches.open(node.name, self._hashes[index])
-            hit = 0 if attempt.prefill_lease is None else attempt.prefill_lease.match.tokens
-            attempt.hit_tokens = min(hit, tokens - 1)
-            prefill_s = costs.prefill_s[node.cluster]
-            seconds = prefill_s(tokens - attempt.hit_tokens, attempt.hit_tokens)
-        else:
-            attempt.hit_tokens = chosen.cached_tokens
-            seconds = chosen.prefill_s
+        hit = chosen.cached_tokens
+        if self.caches is not None and self._hashes is not None:
+            if node.role == "decode":
+                hit = self.caches.resumable_tokens(node.name, self._hashes[index])
+            else:
+                attempt.prefill_lease = self.caches.open(node.name, self._hashes[index])
+                hit = 0 if attempt.prefill_lease is None else attempt.prefill_lease.match.tokens
+        attempt.hit_tokens = hit = min(hit, tokens - 1)
+        attempt.stated_s = costs.prefill_s[node.cluster](tokens - hit, hit)
+        seconds = node.slowness * attempt.stated_s
+        if chosen.alone:
+            seconds = self.alone.start(node, chosen, tokens - hit, seconds)
         attempt.started_s = now
         attempt.service_s = seconds
         if chosen.offloaded:
@@ -321,7 +320,10 @@ class World:
             self.caches.commit(node.name, attempt.prefill_lease)
             self.caches.release(node.name, attempt.prefill_lease)
             attempt.prefill_lease = None
-        if not chosen.is_remainder:  # the decode slots that it delays are busy for longer
+        self.board.record_prefilled(attempt.dispatch, now)
+        if self.correction is not None:
+            self._correct(attempt, now)
+        if not chosen.alone:  # the decode slots that it delays are busy for longer
             stage = self.stages.names.prefill_of(chosen)
             self.stages.use(stage, attempt.started_s, now)
         tokens = self._prompts[attempt.index]
@@ -331,7 +333,7 @@ class World:
             closing_bits = costs.closing_bytes(tokens) * 8
             link = self.links[chosen.cluster, chosen.decode_cluster]
             link.drain(attempt.transfer, closing_bits)
-        elif chosen.is_remainder:
+        elif chosen.alone:
             self.events.at(now, self._on_handoff, attempt)
         else:
             fabric_bps = costs.fabric_bps(chosen.cluster)
@@ -340,6 +342,24 @@ class World:
             )
             self.events.at(now + exposed_s, self._on_handoff, attempt)
         self.next_prefill(node)
+        if self.waiting_room:
+            self.retry_waiting()
+
+    def _correct(self, attempt: Attempt, now_s: float) -> None:
+        """The router learns how long the prefill took."""
+        assert self.correction is not None
+        taken = attempt.route
+        self.correction.record_prefill(
+            taken.cluster, taken.prefill, attempt.stated_s, attempt.started_s, now_s
+        )
+        self.apply_correction()
+
+    def apply_correction(self) -> None:
+        assert self.correction is not None
+        for home, costs in self.costs.items():
+            self.board.set_costs(costs.paced(self.correction.factors), home)
+        for name in self.nodes:
+            self.board.set_pace(name, self.correction.paces.get(name, 1.0))
 
     def _on_sent(self, attempt: Attempt) -> None:
         rtt_s = self.paths[attempt.route.cluster, attempt.route.decode_cluster].rtt_s
@@ -353,7 +373,7 @@ class World:
         now = self.events.now_s
         chosen = attempt.route
         attempt.landed = True
-        self.board.record_handoff(chosen, attempt.started_s, now - attempt.started_s)
+        self.board.record_handoff(attempt.dispatch, now, now - attempt.started_s)
         source = self.nodes[chosen.prefill]
         del source.prefills[attempt]
         index, columns = attempt.index, self.columns
@@ -410,7 +430,7 @@ class World:
         if self.caches is not None and self._answers is not None:
             index = attempt.index
             self.caches.store_answer(node.name, self._answers[index], self._prompts[index])
-        self.board.record_end(attempt.route, attempt.kv_bytes)
+        self.board.record_end(attempt.dispatch)
         self.in_flight -= 1
         self.free_memory(node, attempt.kv_bytes)
         if node.for_slot:

@@ -23,6 +23,7 @@ from tests.gateway.fleets import (
     LONG,
     PD,
     SHORT,
+    A,
     B,
     C,
     F,
@@ -110,10 +111,10 @@ def test_a_home_is_shown_with_how_it_is_served() -> None:
     fleet, _, scenes = made(clock)
     (home,) = scenes.scene(0.0, NO_COUNTS).homes
     assert (home.service, home.service_reason) == ("served", "")
-    fall_silent(fleet, clock, B, C)
+    fall_silent(fleet, clock, A, B, C)
     (home,) = scenes.scene(0.0, NO_COUNTS).homes
     assert home.service == "unserved"
-    assert home.service_reason == "no node of pd decodes: 2 are lost, 1 prefills"
+    assert home.service_reason == "no node of pd is in use: all 3 are lost"
 
 
 def test_a_node_that_changes_its_role_drains() -> None:

@@ -15,16 +15,17 @@ from tests.planner.builders import case_study, problem
 from tests.scheduler.traffic import Loop
 
 RULES = CorrectionSection()
+LEAST = RULES.least_prefills
 HOME, A, B = ClusterId("pd"), NodeId("a"), NodeId("b")
 ratios = st.floats(0.01, 100.0)
 
 
 @given(st.floats(0.25, 4.0), st.lists(ratios, max_size=100))
 def test_the_factor_is_bounded_and_stays_once_it_fits(factor: float, seen: list[float]) -> None:
-    moved = next_factor(factor, seen, RULES)
+    moved = next_factor(factor, [seen], RULES, least=LEAST)
     assert 1 / RULES.limit <= moved <= RULES.limit
-    assert next_factor(moved, seen, RULES) == moved
-    if len(seen) < RULES.least_prefills:
+    assert next_factor(moved, [seen], RULES, least=LEAST) == moved
+    if len(seen) < LEAST:
         assert moved == factor
 
 
@@ -38,12 +39,13 @@ def test_a_minority_of_outliers_changes_little(
     true: float, noise: list[float], strays: list[float], start: float
 ) -> None:
     seen = [*(true * one for one in noise), *strays]
-    assert next_factor(start, seen, RULES) == pytest.approx(true, rel=0.02 + RULES.step + 0.01)
+    moved = next_factor(start, [seen], RULES, least=LEAST)
+    assert moved == pytest.approx(true, rel=0.02 + RULES.step + 0.01)
 
 
 def test_it_can_be_turned_off() -> None:
     off = CorrectionSection(correct=False)
-    assert next_factor(1.0, [2.0] * 50, off) == 1.0
+    assert next_factor(1.0, [[2.0] * 50], off, least=LEAST) == 1.0
 
 
 def answers(
@@ -64,10 +66,115 @@ def test_the_first_prefills_of_a_process_do_not_count() -> None:
     assert paces.factors == {HOME: 1.5}
 
 
-def test_short_prefills_are_not_measured() -> None:
+def test_short_prefills_are_no_evidence_unless_they_took_long() -> None:
     paces = ProfileCorrection(RULES)
-    answers(paces, 1.0, 50, stated_s=RULES.least_s / 2)
+    answers(paces, RULES.least_s, 50, stated_s=RULES.least_s / 2)
     assert not paces.factors
+    answers(paces, 10 * RULES.least_s, 50, stated_s=RULES.least_s / 2)
+    assert paces.factors == {HOME: pytest.approx(10.0)}
+
+
+# Nodes -------------------------------------------------------------------------------------------
+
+
+class Node:
+    """A node that serves one prefill after the other."""
+
+    def __init__(self, paces: ProfileCorrection, name: NodeId, slowness: float = 1.0) -> None:
+        self.paces = paces
+        self.name = name
+        self.slowness = slowness
+
+    def prefill(self, now_s: float, stated_s: float = 1.0) -> float:
+        """Returns when it ends."""
+        end_s = now_s + self.slowness * stated_s
+        self.paces.record_prefill(HOME, self.name, stated_s, now_s, end_s)
+        return end_s
+
+
+def test_a_slow_node_is_known_within_ten_prefills_and_its_cluster_is_not_slow() -> None:
+    paces = ProfileCorrection(RULES)
+    slow, fast = Node(paces, A, 20.0), Node(paces, B)
+    now_s, count = 0.0, 0
+    while A not in paces.paces:
+        count += 1
+        now_s = fast.prefill(slow.prefill(now_s))
+    assert RULES.warmup_prefills < count <= 10
+    assert paces.paces == {A: pytest.approx(20.0, rel=0.15)}
+    for _ in range(RULES.least_prefills):
+        now_s = fast.prefill(now_s)
+    assert paces.factors.get(HOME, 1.0) == 1.0
+
+
+@given(st.floats(0.72, 1.38), st.lists(st.floats(0.95, 1.05), min_size=60, max_size=60))
+def test_nodes_that_are_about_alike_have_no_pace_of_their_own(
+    other: float, noise: list[float]
+) -> None:
+    paces = ProfileCorrection(RULES)
+    now_s = 0.0
+    for place, factor in enumerate(noise):
+        node = Node(paces, *((A, factor), (B, factor * other))[place % 2])
+        now_s = node.prefill(now_s)
+        assert not paces.paces
+
+
+def test_one_good_prefill_shows_that_a_node_has_recovered() -> None:
+    paces = ProfileCorrection(RULES)
+    slow, fast = Node(paces, A, 20.0), Node(paces, B)
+    now_s = 0.0
+    for _ in range(8):
+        now_s = fast.prefill(slow.prefill(now_s))
+    assert A in paces.paces
+    slow.slowness = 1.0
+    slow.prefill(now_s)
+    assert not paces.paces
+
+
+def test_slowness_that_is_not_observed_is_doubted_and_one_prefill_shows_it_again() -> None:
+    paces = ProfileCorrection(RULES)
+    slow, fast = Node(paces, A, 20.0), Node(paces, B)
+    now_s = 0.0
+    for _ in range(8):
+        now_s = fast.prefill(slow.prefill(now_s))
+    believed = [paces.paces[A]]
+    until_s = now_s + 60.0
+    while paces.paces and now_s < until_s:
+        now_s = fast.prefill(now_s)
+        paces.doubt_old(now_s)
+        if paces.paces.get(A, 1.0) != believed[-1]:
+            believed.append(paces.paces.get(A, 1.0))
+    assert believed == sorted(believed, reverse=True) and believed[-1] == 1.0
+    assert now_s < until_s, "within a minute it gets requests again"
+    slow.prefill(now_s)
+    assert paces.paces == {A: pytest.approx(20.0, rel=0.15)}
+
+
+def test_a_cluster_that_gets_no_prefills_because_it_was_slow_is_tried_again() -> None:
+    paces = ProfileCorrection(RULES)
+    only, now_s = Node(paces, A, 50.0), 0.0
+    for _ in range(RULES.warmup_prefills + RULES.least_prefills):
+        now_s = only.prefill(now_s)
+    assert paces.factors == {HOME: 50.0}
+    for _ in range(60):
+        now_s += 1.0
+        paces.doubt_old(now_s)
+    assert paces.factors == {HOME: 2.0}, "that may be true, and hardly keeps requests away"
+    now_s = only.prefill(now_s)
+    assert paces.factors == {HOME: 50.0}
+    only.slowness = 1.0
+    for _ in range(RULES.least_prefills):
+        now_s = only.prefill(now_s)
+    assert paces.factors == {HOME: 1.0}
+
+
+def test_a_restarted_node_has_no_history() -> None:
+    paces = ProfileCorrection(RULES)
+    slow, fast = Node(paces, A, 20.0), Node(paces, B)
+    now_s = 0.0
+    for _ in range(8):
+        now_s = fast.prefill(slow.prefill(now_s))
+    paces.reset_node(A)
+    assert not paces.paces
 
 
 @given(st.lists(st.floats(0.1, 5.0), min_size=30, max_size=30), st.floats(0.5, 3.0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prfaas.scheduler.options import NO_COPIES, Option, PrefixSource
-from prfaas.scheduler.request import CacheCopy, Request, is_offloadable
+from prfaas.scheduler.request import CacheCopy, Request
 from prfaas.scheduler.state import ShortTermState
 from prfaas.scheduler.view import ClusterView, NodeView, View
 from prfaas.types import NodeId
@@ -45,7 +45,7 @@ def best_option(
     seconds = view.costs.prefill_s[cluster.cluster]
     tokens = request.prompt_tokens
     cached = view.cached
-    if not cached:
+    if not cached and all(node.pace == 1 for node in cluster.nodes):
         # Every prefill takes the same time, so the node that is free first is best.
         first: NodeView | None = None
         for node in cluster.nodes:
@@ -60,14 +60,14 @@ def best_option(
         start = first.free_at_s if first.free_at_s > now else now
         return Option(cluster.cluster, first.node, 0, start, seconds(tokens, 0), NO_COPIES)
     best: Option | None = None
-    best_end = float("inf")
-    for node in cluster.nodes:
+    best_rank: tuple[float, bool, float, int] | None = None
+    for number, node in enumerate(cluster.nodes):
         if not node.usable or node.role != "prefill":
             continue
         held = cached.get(node.node)
         own = 0 if held is None else min(held.tokens, tokens - 1)
         start = node.free_at_s if node.free_at_s > now else now
-        prefill_s = seconds(tokens - own, own)
+        prefill_s = node.pace * seconds(tokens - own, own)
         copies = NO_COPIES
         if prefix is not None and prefix.tokens > own:
             skip = 0 if held is None else min(held.attention_tokens, prefix.tokens)
@@ -75,58 +75,76 @@ def best_option(
             copy_s = nbytes * 8 / prefix.bps + prefix.rtt_s
             copied_at = now + copy_s
             copied = min(prefix.tokens, tokens - 1)
-            copied_s = seconds(tokens - copied, copied)
+            copied_s = node.pace * seconds(tokens - copied, copied)
             copied_start = copied_at if copied_at > start else start
             if copied_start + copied_s < start + prefill_s:
                 start, prefill_s, own = copied_start, copied_s, copied
                 copies = (CacheCopy(prefix.source, node.node, prefix.tokens, nbytes, copy_s),)
-        end = start + prefill_s
-        # Among equals, the node that already has the prefix: a copy takes memory twice.
-        if end < best_end or (end == best_end and best is not None and best.copies and not copies):
-            best_end = end
+        # Among equals, a node that already has the prefix, because a copy takes memory twice, and
+        # then the one that has been idle for longest.
+        rank = (start + prefill_s, bool(copies), node.free_at_s, number)
+        if best_rank is None or rank < best_rank:
+            best_rank = rank
             best = Option(cluster.cluster, node.node, own, start, prefill_s, copies)
     return best
 
 
-def remainder_option(request: Request, view: View, state: ShortTermState) -> Option | None:
-    """The decode node whose prefill of the remainder ends first. None where no decode node may
-    prefill it. The decodes beside it wait for the prefill. So the remainder is short, the node has
-    a free slot and memory, and a node that decodes waits between two remainders as long as
-    `next_remainder_after` says."""
-    rules = state.rules.remainders
-    cached, now, tokens = view.cached, view.now_s, request.prompt_tokens
-    if state.rules.policy != "adaptive" or not rules.tokens or not cached:
-        return None
-    if request.no_remainder or not is_offloadable(request):
-        return None
-    best: Option | None = None
+def alone_option(
+    request: Request, view: View, state: ShortTermState, *, by_choice: bool
+) -> Option | None:
+    """Of the nodes that hold the same and have the same pace, the idle one that decodes least, or
+    the one that is free first. Of these, the one with the least cost."""
+    now, tokens = view.now_s, request.prompt_tokens
+    usable = [(number, node) for number, node in enumerate(view.local.nodes) if node.usable]
+    decodes = [(number, node) for number, node in usable if node.role == "decode"]
+    if by_choice:
+        need = tokens * view.costs.bytes_per_token
+        decodes = [
+            (number, node)
+            for number, node in decodes
+            if node.active < node.slots
+            and node.free_kv_bytes >= need
+            and node.free_at_s <= now
+            and (not node.active or now >= node.next_alone_s)
+            and not request.no_alone
+        ]
+    elif not decodes:
+        decodes = usable
+    alike: dict[object, list[tuple[int, NodeView]]] = {}
+    for number, node in decodes:
+        alike.setdefault((view.cached.get(node.node), node.pace), []).append((number, node))
     seconds = view.costs.prefill_s[view.local.cluster]
-    need = tokens * view.costs.bytes_per_token
-    for node in view.local.nodes:
-        held = cached.get(node.node)
-        if held is None or not node.usable or node.role != "decode":
-            continue
-        own = min(held.tokens, tokens - 1)
-        if own <= 0 or tokens - own > rules.tokens:
-            continue
-        if node.active >= node.slots or node.free_kv_bytes < need:
-            continue
-        if node.active and now < node.next_remainder_s:
-            continue
+    best: Option | None = None
+    best_rank: tuple[float, int] | None = None
+    role = decodes[0][1].role if decodes else ""
+    for group in alike.values():
+        idle = [one for one in group if one[1].free_at_s <= now]
+        if idle and role == "decode":
+            number, node = min(idle, key=lambda one: (one[1].active, one[0]))
+        else:
+            number, node = min(group, key=lambda one: (one[1].free_at_s, one[0]))
+        held = view.cached.get(node.node)
+        own = 0 if held is None else min(held.tokens, tokens - 1)
+        prefill_s = node.pace * seconds(tokens - own, own)
+        delays_s = node.active * prefill_s
+        slot_s = 0.0
+        if node.active >= node.slots:
+            slot_s = (node.active - node.slots + 1) / node.slots * view.costs.mean_hold_s
         start = max(now, node.free_at_s)
-        if start - now > state.rules.adaptive.queue_s:
-            continue
-        found = Option(
-            view.local.cluster,
-            node.node,
-            own,
-            start,
-            seconds(tokens - own, own),
-            NO_COPIES,
-            decodes=True,
-        )
-        if best is None or found.end_s < best.end_s:
-            best = found
+        rank = (start + prefill_s + delays_s + slot_s, number)
+        if best_rank is None or rank < best_rank:
+            best_rank = rank
+            best = Option(
+                view.local.cluster,
+                node.node,
+                own,
+                start,
+                prefill_s,
+                NO_COPIES,
+                alone=True,
+                delays_s=delays_s,
+                by_choice=by_choice,
+            )
     return best
 
 

@@ -13,7 +13,7 @@ export function choiceInWords(chosen) {
     const where = chosen.for ? ` for a node of ${chosen.for}` : "";
     return `The request waits${where}: ${chosen.reason}.`;
   }
-  if (chosen.remainder || chosen.prefill === chosen.decode) {
+  if (chosen.alone || chosen.prefill === chosen.decode) {
     return `Node ${chosen.decode} of ${chosen.decode_cluster} prefills and decodes it.`;
   }
   const away = chosen.offloaded ? ", another cluster," : "";
@@ -145,7 +145,7 @@ function alternativeRow(one, longest, taken) {
   drawSplitBar(bar, one, longest);
   const remarks = [
     one.cluster,
-    one.remainder ? "decodes as well" : "",
+    one.alone ? "decodes as well" : "",
     one.copies > 0 ? "after a copy" : "",
   ];
   return html(

@@ -133,7 +133,7 @@ export class Replay {
         decode: request.decode,
         decode_cluster: clusterOf(request.decode),
         offloaded: request.route === "remote",
-        remainder: request.route === "remainder",
+        alone: request.route === "alone",
         cached_tokens: request.cached_tokens,
         nbytes: request.nbytes,
         reason: request.reason,

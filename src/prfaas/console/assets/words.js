@@ -239,7 +239,7 @@ export function routeWords(request) {
   if (!request.prefill && !request.decode) {
     return request.route === "none" ? "No node served it." : `It was routed ${request.route}.`;
   }
-  if (request.route === "remainder" || request.prefill === request.decode) {
+  if (request.route === "alone" || request.prefill === request.decode) {
     return `Node ${request.decode || request.prefill} prefilled and decoded it.`;
   }
   const size = request.nbytes > 0 ? ` of ${format.bytes(request.nbytes)}` : "";

@@ -24,7 +24,7 @@ _EXPOSED_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 _TOKENS = (256, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144, 524288, 1048576)
 
 _PATHS = ("/v1/completions", "/v1/chat/completions")
-_ROUTES = ("local", "remote", "none")  # and `remainder` and `mixed`, which are rare
+_ROUTES = ("local", "remote", "none")  # and `alone` and `mixed`, which are rare
 _FAILURES = ("shed", "failed", "broken")  # beside other outcomes
 _LOSSES = ("died", "timeout")  # of body workers
 
@@ -296,6 +296,6 @@ class _Included(Collector):
 def route_of(trace: RequestTrace) -> str:
     if trace.offloaded:
         return "remote"
-    if trace.remainder:
-        return "remainder"
+    if trace.alone:
+        return "alone"
     return "local" if trace.routed_s is not None else "none"

@@ -86,8 +86,8 @@ class Attempts:
         # Neither is a fault whose retries have to be limited: a rolling upgrade refuses many
         # requests. It is bounded nevertheless, once for each node.
         is_free = (left or failure.unsent) and not self._failed_at.issuperset(failure.avoid)
-        # A refused remainder cost nothing, and a request is refused once.
-        is_free = is_free or failure.no_remainder
+        # A decode node that has refused to serve it alone has computed nothing, and does so once.
+        is_free = is_free or failure.no_alone
         if is_free:
             self._trace.attempts -= 1
         elif not self._budget.take(self._trace.attempts, known_fault=_is_known(failure)):

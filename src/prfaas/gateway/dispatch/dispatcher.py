@@ -44,6 +44,7 @@ from prfaas.gateway.homes.traffic import HomeTraffic
 from prfaas.gateway.placement import PlacementRequest
 from prfaas.gateway.request import GatewayRequest, RequestTrace
 from prfaas.gateway.router import Router
+from prfaas.scheduler.options import most_computed_tokens
 from prfaas.scheduler.request import Request
 from prfaas.tracing.spans import LOST, NO_MEMORY, NO_STATE, SILENT
 from prfaas.types import ClusterId, NodeId
@@ -125,8 +126,8 @@ class Dispatcher:
                         # Also for every later attempt.
                         if failure.decode_only:
                             routed = routed._replace(decode_only=True)
-                        if failure.no_remainder:
-                            routed = routed._replace(no_remainder=True)
+                        if failure.no_alone:
+                            routed = routed._replace(no_alone=True)
                     except DecodeNodeFull as full:
                         course.fail(str(full), NO_MEMORY, self._clock.now())
                         attempts.record_full(full)
@@ -200,10 +201,11 @@ class Dispatcher:
             params = await hand_off.carry_out(request, prompt, trace)
             transfer = {"kv_transfer_params": params}
         bound: dict[str, Any] = {}
-        if route.is_remainder and decode.card.ours:
+        if route.alone and not route.is_last_resort and decode.card.ours:
             # A vLLM bounds its chunks itself, and computes what it has lost of the prefix.
-            rules = self._router.rules.remainders
-            params = encode(Remainder(rules.tokens, rules.chunk_tokens))
+            chunk_tokens = self._router.rules.alone.chunk_tokens
+            most = most_computed_tokens(prompt.tokens - route.cached_tokens, chunk_tokens)
+            params = encode(Remainder(most, chunk_tokens))
             bound = {"kv_transfer_params": params}
         body = {
             **request.fields,
@@ -244,9 +246,9 @@ class Dispatcher:
             lost = record_lost_engine(self._fleet, route.decode, error)
             unsent = lost.unsent and hand_off is None
             if isinstance(error, PeerHttpError) and error.status == _LOST:
-                # It had less cached than the index claims, if it was to prefill the remainder.
+                # It had less cached than the index claims, if it was to serve the request alone.
                 raise AttemptFailed(
-                    str(error), prefill=True, no_remainder=route.is_remainder, kind=NO_STATE
+                    str(error), prefill=True, no_alone=route.alone, kind=NO_STATE
                 ) from None
             raise AttemptFailed(
                 str(error), route.decode, unsent=unsent, lost=lost.if_broke

@@ -71,7 +71,7 @@ class AttemptFailed(Exception):
         *avoid: NodeId,
         prefill: bool = False,
         decode_only: bool = False,
-        no_remainder: bool = False,
+        no_alone: bool = False,
         unsent: bool = False,
         lost: NodeLoss | None = None,
         kind: str | None = None,
@@ -85,8 +85,8 @@ class AttemptFailed(Exception):
         self.lost = lost  # the connection to a node has broken
         self.prefill = prefill  # the prefill or its hand-off failed
         self.decode_only = decode_only  # the decode engine has to prefill the request as well
-        # The decode node has lost what the remainder follows. It has computed nothing.
-        self.no_remainder = no_remainder
+        # The decode node has lost what it was to continue alone. It has computed nothing.
+        self.no_alone = no_alone
 
 
 class DecodeNodeFull(Exception):

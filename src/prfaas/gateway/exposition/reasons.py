@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Final
 
-from prfaas.scheduler.adaptive import LEAST_COST, ONLY_WAY, REMAINDER
+from prfaas.scheduler.adaptive import ALONE_IS_CHEAPEST, LEAST_COST, ONLY_WAY
 from prfaas.scheduler.homes.elsewhere import ELSEWHERE
 from prfaas.scheduler.request import (
     ONLY_ADAPTER,
     ONLY_DECODE,
     ONLY_LOGPROBS,
     ONLY_MULTIMODAL,
+    ONLY_TOKEN,
 )
-from prfaas.scheduler.sets import ALONE
 from prfaas.scheduler.short_term import (
+    ALONE,
     KEPT,
     LONG,
     NOT_KEPT,
@@ -33,14 +34,15 @@ _LABELS: Final = {
     NOT_KEPT: "long",
     LEAST_COST: "least cost",
     ONLY_WAY: "only way",
-    REMAINDER: "short remainder",
-    ALONE: "one node alone",
+    ALONE_IS_CHEAPEST: "least cost alone",
+    ALONE: "no prefill node",
     POLICY_LOCAL: "policy",
     POLICY_REMOTE: "policy",
     ONLY_LOGPROBS: "prompt logprobs",
     ONLY_ADAPTER: "adapter",
     ONLY_MULTIMODAL: "multimodal",
     ONLY_DECODE: "other tokenization",
+    ONLY_TOKEN: "one token",
 }
 LABELS: Final = frozenset({*_LABELS.values(), "another cluster", OTHER})
 

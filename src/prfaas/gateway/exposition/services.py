@@ -18,8 +18,8 @@ def service_metrics(
     levels = gauge(
         "home_service",
         "How well a PD cluster is served: 1 for its level, 0 for the others. `degraded`: every "
-        "request is answered, but decode nodes prefill for themselves, or another PD cluster "
-        "decodes. `unserved`: no node may decode its requests, or its plan has capacity 0.",
+        "request is answered, but one node prefills and decodes it, another PD cluster decodes, "
+        "or the plan has capacity 0. `unserved`: none of its nodes is in use.",
         *("home", "level"),
     )
     prefills = gauge(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, TypeAlias
 
-from prfaas.gateway.fleet.prefill_work import PrefillWork
+from prfaas.gateway.fleet.gateway_work import GatewayWork
 from prfaas.scheduler.board import Board
 from prfaas.scheduler.request import Route
 
@@ -21,7 +21,7 @@ class Booking:
     def __init__(
         self,
         board: Board,
-        work: PrefillWork,
+        work: GatewayWork,
         route: Route,
         kv_bytes: float,
         now_s: float,
@@ -30,13 +30,11 @@ class Booking:
         """`on_prefill_end` is called when the prefill node has finished with the request."""
         self.route = route
         self._board = board
-        self._work = work
-        self._kv_bytes = kv_bytes
         self._on_prefill_end = on_prefill_end
         self._stage: Stage = "made"
         self._made_s = now_s
-        board.record_dispatch(route, kv_bytes, now_s)
-        work.add(self, route.prefill_s, now_s)
+        self._dispatch = board.record_dispatch(route, kv_bytes, now_s)
+        work.record_dispatch(route)
 
     @property
     def stage(self) -> Stage:
@@ -44,7 +42,7 @@ class Booking:
 
     def prefilled(self, now_s: float) -> None:
         """The prefill node has finished with the request. May be called more than once."""
-        if self._work.end(self, now_s):
+        if self._board.record_prefilled(self._dispatch, now_s):
             self._on_prefill_end()
 
     def landed(self, now_s: float, *, is_first_token: bool = False) -> None:
@@ -52,14 +50,14 @@ class Booking:
         assert self._stage == "made"
         self._stage = "landed"
         took_s = now_s - self._made_s if is_first_token else 0.0
-        self._board.record_handoff(self.route, self._made_s, took_s)
         self.prefilled(now_s)
+        self._board.record_handoff(self._dispatch, now_s, took_s)
 
     def close(self, now_s: float) -> None:
         """The attempt is over, with whatever outcome. Calling it again does nothing."""
         if self._stage == "landed":
-            self._board.record_end(self.route, self._kv_bytes)
+            self._board.record_end(self._dispatch)
         elif self._stage == "made":
-            self._board.record_failure(self.route, self._kv_bytes)
             self.prefilled(now_s)
+            self._board.record_failure(self._dispatch, now_s)
         self._stage = "closed"

@@ -215,14 +215,13 @@ class Fleet:
     def book(self, route: Route, prompt_tokens: int, on_prefill_end: Callable[[], None]) -> Booking:
         costs = self.pace.costs[route.decode_cluster]
         kv_bytes = float(costs.handoff_bytes(prompt_tokens, prompt_tokens))
-        work = self.work.of(route.prefill)
-        return Booking(self.board, work, route, kv_bytes, self._clock.now(), on_prefill_end)
+        return Booking(self.board, self.work, route, kv_bytes, self._clock.now(), on_prefill_end)
 
     # The state that decisions see -----------------------------------------------------------------
 
     def update(self) -> None:
         """Called twice a second: updates the board, link reports and the prefix index."""
-        parts = (self.refresh, self.links.update, self.manager.sweep)
+        parts = (self.refresh, self.links.update, self.pace.update, self.manager.sweep)
         for part in parts:
             self.failures.contain("short_term", part)
 

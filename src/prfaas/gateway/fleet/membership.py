@@ -182,10 +182,6 @@ class Membership:
             and (m.is_expected_back(now_s) or m.has_just_fallen_silent(now_s))
         ]
 
-    def is_restarting(self, now_s: float) -> bool:
-        """Whether a member has left on purpose and is expected back."""
-        return any(m.is_expected_back(now_s) for m in self._members.values())
-
     def format_of(self, node: NodeId) -> Compat | None:
         member = self.named(node)
         return None if member is None else member.compat

@@ -44,7 +44,7 @@ def request_spans(kept: KeptRequest, model: str, to_epoch_s: float) -> list[Span
 def route_name(route: Route) -> str:
     if route.offloaded:
         return "remote"
-    return "remainder" if route.is_remainder else "local"
+    return "alone" if route.alone else "local"
 
 
 class _Maker:

@@ -1,7 +1,7 @@
 """The decision for one request: at its home, or in another PD cluster where its home cannot serve.
 
-Combines the scheduler's parts (`route`, sets of KV formats, nodes that serve alone) with the
-fleet's present state. Books nothing.
+Combines the scheduler's parts (`route`, sets of KV formats) with the fleet's present state. Books
+nothing.
 """
 
 from __future__ import annotations
@@ -16,15 +16,9 @@ from prfaas.gateway.placement import PlacementRequest
 from prfaas.scheduler.explain import Explanation, explain
 from prfaas.scheduler.homes.elsewhere import HomeContext, route_elsewhere, route_from
 from prfaas.scheduler.plan import Plan
-from prfaas.scheduler.request import Request, is_offloadable
-from prfaas.scheduler.sets import (
-    Choice,
-    has_room_alone,
-    only_nodes,
-    route_in_sets,
-    serve_alone,
-)
-from prfaas.scheduler.short_term import adjust, route
+from prfaas.scheduler.request import Request
+from prfaas.scheduler.sets import Choice, only_nodes, route_in_sets
+from prfaas.scheduler.short_term import adjust, has_room_at, route
 from prfaas.scheduler.state import ShortTermState
 from prfaas.scheduler.view import LinkId, View, exclude_nodes
 from prfaas.scheduler.waiting import Hold, WaitingRoom
@@ -97,13 +91,14 @@ class Decisions:
         for home, state in self.states.items():
             self.states[home] = adjust(state, self.view(home, {}), now_s)
 
-    def has_room_alone(self, home: ClusterId) -> bool:
-        """Whether the requests that wait for a PD cluster are worth a retry, because one node could
-        serve them alone."""
-        if not (len(self._fleet.sets) > 1 or self._is_restarting()):
+    def has_room_in_a_set(self, home: ClusterId) -> bool:
+        """Whether the requests that wait for a PD cluster are worth a retry, because a set of its
+        nodes has room. A set may lack prefill nodes, and then its decode nodes serve alone."""
+        if len(self._fleet.sets) < 2:
             return False
+        now_s, rules = self._clock.now(), self.states[home].rules
         views = self._by_set(self.view(home, {}))
-        return any(has_room_alone(view, self.states[home]) for view in views)
+        return any(has_room_at(view.local, now_s, rules) for view in views)
 
     def view(
         self, home: ClusterId, cached: Mapping[NodeId, NodeMatch], queue: str | None = None
@@ -138,18 +133,7 @@ class Decisions:
     def _decide_in_all(
         self, request: Request, view: View, plan: Plan, state: ShortTermState
     ) -> Choice:
-        found = route(request, view, plan, state)
-        if (
-            isinstance(found, Hold)
-            and found.cluster is None
-            and (self._is_restarting() or not is_offloadable(request))
-        ):
-            # The restart of the only prefill or the only decode node is no reason to wait for it.
-            # Neither is a PD cluster without a prefill node, for what no other one may prefill.
-            alone = serve_alone(request, view, state)
-            if alone is not None:
-                return Choice(alone, view, True)
-        return Choice(found, view, False)
+        return Choice(route(request, view, plan, state), view)
 
     def _decide_in_sets(
         self, request: Request, view: View, plan: Plan, state: ShortTermState
@@ -159,6 +143,3 @@ class Decisions:
     def _by_set(self, view: View) -> list[View]:
         sets = self._fleet.sets
         return [view] if len(sets) < 2 else [only_nodes(view, nodes) for nodes in sets]
-
-    def _is_restarting(self) -> bool:
-        return self._fleet.members.is_restarting(self._clock.now())

@@ -110,12 +110,10 @@ class FairAccess:
         return found
 
     def _node(self, name: NodeId) -> NodeView:
-        """The node with the time since when it is idle. The board does not know it: a report that
-        the node is idle counts from its own time, and work that was forgotten counts as never."""
+        """The node as the board knows it, but not idle while its latest prefill is overdue."""
         node = self._fleet.board.node(name)
-        idle_s = self._fleet.work.idle_since_s(name)
-        if idle_s is not None:
-            return node._replace(free_at_s=idle_s)
+        if not self._fleet.work.is_busy(name):
+            return node
         return node._replace(free_at_s=max(node.free_at_s, self._clock.now()))
 
     def _wanting(self, cluster: ClusterId) -> Iterable[ClusterId]:

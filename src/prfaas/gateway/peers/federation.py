@@ -16,7 +16,7 @@ from prfaas.contracts.gateway_api import GatewayReport, NodeLoad
 from prfaas.contracts.kvd_api import ClaimPlanning, PlanningLease
 from prfaas.gateway.client.kvd_client import KvdClient
 from prfaas.gateway.fleet.fleet import Fleet
-from prfaas.gateway.fleet.prefill_work import OthersWork
+from prfaas.gateway.fleet.gateway_work import OthersWork
 from prfaas.gateway.homes.fair_access import FairAccess
 from prfaas.gateway.homes.traffic import HomeTraffic
 from prfaas.gateway.peers.among import AmongGateways

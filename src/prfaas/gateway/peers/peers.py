@@ -22,7 +22,7 @@ from prfaas.contracts.gateway_api import (
     SharedPlan,
 )
 from prfaas.errors import ConnectionLost, PeerError
-from prfaas.gateway.fleet.prefill_work import OthersWork
+from prfaas.gateway.fleet.gateway_work import OthersWork
 from prfaas.gateway.peers.drains import merge_orders
 from prfaas.gateway.peers.peer import Peer, PeerStatus
 from prfaas.gateway.peers.plan_codec import aged

@@ -1,7 +1,8 @@
 """Decoding in another PD cluster than the one at which a request arrives. Pure.
 
 A request decodes at its home. It goes elsewhere only where the home cannot serve it: no node there
-decodes, no node can prefill for it, or every decode node is full. That costs a round trip between
+decodes, every decode node is full, or a decode node would have to prefill for itself because no
+prefill node can, and another PD cluster is sooner. That costs a round trip between
 the two PD clusters, which therefore must be known. A longer queue at home is no reason: the plan
 has given every PD cluster capacity for its own traffic, and a request that goes elsewhere takes it
 from the requests there.
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple, TypeAlias
 
 from prfaas.scheduler.plan import Plan
-from prfaas.scheduler.request import Request, Route
+from prfaas.scheduler.request import Request, Route, alone_reason
 from prfaas.scheduler.sets import Choice, predict_ttft_s
 from prfaas.scheduler.short_term import route
 from prfaas.scheduler.state import ShortTermState
@@ -30,7 +31,7 @@ Decide: TypeAlias = Callable[[Request, View, Plan, ShortTermState], Choice]
 
 
 def decide_by_route(request: Request, view: View, plan: Plan, state: ShortTermState) -> Choice:
-    return Choice(route(request, view, plan, state), view, False)
+    return Choice(route(request, view, plan, state), view)
 
 
 # Decode slots that a PD cluster keeps free of requests of full homes: so many standard deviations
@@ -66,7 +67,13 @@ def route_from(
         if not home.state.rules.decode_elsewhere:
             return choice
         return _serve_elsewhere(request, others(), decide) or choice
-    if not home.state.rules.decode_elsewhere or _has_decode_room(request, found, home.view):
+    if not home.state.rules.decode_elsewhere:
+        return choice
+    if found.is_last_resort and alone_reason(request) is None:
+        here_s = predict_ttft_s(request, choice, home.state)
+        taken = _serve_elsewhere(request, others(), decide, sooner_than_s=here_s)
+        return choice if taken is None or isinstance(taken.taken, Hold) else taken
+    if _has_decode_room(request, found, home.view):
         return choice
     here_s = predict_ttft_s(request, choice, home.state)
     roomy = (other for other in others() if _takes_guests(request, other))
@@ -142,8 +149,8 @@ def _is_in_the_way(request: Request, taken: Route, other: HomeContext) -> bool:
     view = other.view
     if taken.offloaded:
         return view.links[taken.cluster, view.local.cluster].pending_bytes > 0
-    if taken.is_remainder:
-        return False
+    if taken.alone and view.local.node(taken.decode).active:
+        return True  # they would wait for the prefill
     is_long = request.prompt_tokens - taken.cached_tokens > other.plan.threshold_tokens
     return is_long or view.local.node(taken.prefill).free_at_s > view.now_s
 

@@ -106,7 +106,7 @@ class StageMeter:
         """Counts a dispatched request at every stage it passes. `hold_s`: the expected time that it
         takes a decode slot."""
         names = self.names
-        if not route.is_remainder:
+        if not route.alone:
             self.offer(names.prefill_of(route), route.prefill_s, now_s)
         self.offer(names.decode[route.decode_cluster], hold_s, now_s)
         if route.offloaded:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from prfaas.sim.nodes import SimNode
     from prfaas.sim.world import World
 
-RouteKind: TypeAlias = Literal["none", "local", "remote", "remainder"]
-ROUTE_KINDS: tuple[RouteKind, ...] = ("none", "local", "remote", "remainder")
+RouteKind: TypeAlias = Literal["none", "local", "remote", "alone"]
+ROUTE_KINDS: tuple[RouteKind, ...] = ("none", "local", "remote", "alone")
 
 MOST_EXPLAINED = 2_000  # requests
 _LEAST_MOMENTS = 6
@@ -133,7 +133,7 @@ class Recorder:
                 request, home, world.board, cached, world.waiting_room, world.events.now_s, route
             )
         kind: RouteKind = "remote" if route.offloaded else "local"
-        self._kind[index] = ROUTE_KINDS.index("remainder" if route.is_remainder else kind)
+        self._kind[index] = ROUTE_KINDS.index("alone" if route.alone else kind)
         self._prefill[index] = self._numbers[route.prefill]
         self._decode[index] = self._numbers[route.decode]
         self._nbytes[index] = route.nbytes

@@ -116,8 +116,8 @@ class Result:
     plans: tuple[PlanChange, ...]  # first those that the run began with, one per PD cluster
     copies: int  # of cached prefixes between nodes
     copied_bytes: int
-    remainders: int  # that decode nodes prefilled
-    remainder_s: float  # time that decode nodes spent on them, all nodes together
+    alone: int  # requests that decode nodes served alone
+    alone_s: float  # time for which decode nodes prefilled them, all nodes together
     spans: Sequence[TimelineSpan]  # empty unless the config asked for a timeline
     # The measured window: from the end of the first tenth of arrivals to the last arrival.
     window_s: tuple[float, float]
