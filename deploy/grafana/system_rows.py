@@ -126,6 +126,31 @@ SYSTEM_ROWS = (
                 ),
             ),
             Panel(
+                "PD clusters that are not served as planned",
+                "1 while decode nodes prefill for themselves or another PD cluster decodes "
+                "(degraded), or while requests cannot be served (unserved).",
+                "short",
+                tuple(
+                    Query(
+                        now("gateway_home_service", "home", "max", only=f'level="{level}"'),
+                        f"{{{{home}}}} {level}",
+                    )
+                    for level in ("degraded", "unserved")
+                ),
+            ),
+            Panel(
+                "PrfaaS clusters that take requests",
+                "1 while a node of the PrfaaS cluster is in use and the link is not cut. Absent "
+                "while the cluster is drained.",
+                "short",
+                (
+                    Query(
+                        now("gateway_prefill_cluster_usable", "home, cluster", "min"),
+                        "{{cluster}} for {{home}}",
+                    ),
+                ),
+            ),
+            Panel(
                 "Silent nodes and failed transfers",
                 "How often a node fell silent, and incoming transfers that failed, per second.",
                 "ops",

@@ -19,6 +19,7 @@ import msgspec
 from prfaas.clock import MonotonicClock
 from prfaas.config import Deployment, load_deployment
 from prfaas.config.write import deployment_toml
+from prfaas.contracts.gateway_api import DRAIN_PATH
 from prfaas.contracts.kvd_api import Heartbeat, KvdReport
 from prfaas.engine.checkpoint.tokenizer import save_tokenizer
 from prfaas.engine.emulated.pace import Scales
@@ -98,6 +99,19 @@ class LiveDeployment:
     async def order(self, source: str, target: str, order: str) -> None:
         """To the relay of a link: `outage`, `restore`."""
         self._hosts.children.named(f"wan-{source}-{target}").write_line(order)
+
+    async def drain(self, cluster: str, *, drained: bool) -> None:
+        body = msgspec.json.encode({"cluster": cluster, "drained": drained})
+        await self._operator.request(
+            "POST", f"{self.url}{DRAIN_PATH}", timeout_s=REQUEST_S, body=body
+        )
+
+    def freeze_gateway(self) -> None:
+        """It keeps its connections, and answers nothing until it is thawed."""
+        self._hosts.children.named("gateway").freeze()
+
+    def thaw_gateway(self) -> None:
+        self._hosts.children.named("gateway").thaw()
 
     async def kill(self, node: str) -> None:
         await self._hosts.children.named(node).kill()

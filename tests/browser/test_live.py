@@ -217,6 +217,47 @@ def test_a_node_that_is_killed(
     check_soon(used, used_s, lambda name, value: record_property(f"used_{name}", value))
 
 
+CHIPS = "[...document.querySelectorAll('.problems .chip')]"
+HAS_CHIP = (
+    f"return {CHIPS}.some((chip) => chip.dataset.severity === arguments[0]"
+    " && chip.textContent.startsWith(arguments[1]))"
+)
+
+
+def test_a_gateway_that_does_not_answer_is_red(page: Browser, live: LiveDeployment) -> None:
+    live.freeze_gateway()
+    try:
+        page.until(HAS_CHIP, "bad", "The gateway does not answer since ")
+        assert not page.script(HAS_CHIP, "good", ""), "nothing is known to be well"
+        assert page.one(".overview .statement").text.startswith("As last reported: ")
+    finally:
+        live.thaw_gateway()
+    page.until(f"return !({HAS_CHIP.removeprefix('return ')})", "bad", "The gateway does not")
+    page.until("return document.querySelector('main').dataset.live === 'live'")
+
+
+def test_a_home_that_is_not_served_as_planned_is_shown_with_the_reason(
+    page: Browser, live: LiveDeployment, loop_thread: LoopThread
+) -> None:
+    def is_judged(state: dict[str, Any], *levels: str) -> bool:
+        found = {home["cluster"]: home["service"] for home in state["homes"]}
+        return found["west"] in levels
+
+    loop_thread.run(live.drain("west", drained=True))
+    try:
+        loop_thread.run(live.first_shown(lambda s: is_judged(s, "degraded", "unserved")))
+        (home,) = [h for h in loop_thread.run(live.state())["homes"] if h["cluster"] == "west"]
+        assert home["reason"].startswith("west is drained")
+        severity = {"degraded": "warn", "unserved": "bad"}[home["service"]]
+        page.until(HAS_CHIP, severity, "west is ")
+        shown = page.script(f"return {CHIPS}.map((chip) => chip.textContent)")
+        assert any(text.startswith("west is ") and home["reason"] in text for text in shown)
+    finally:
+        loop_thread.run(live.drain("west", drained=False))
+    loop_thread.run(live.first_shown(lambda s: is_judged(s, "served")))
+    page.until(f"return !({HAS_CHIP.removeprefix('return ')})", severity, "west is ")
+
+
 def test_a_prompt_is_answered_on_the_page(page: Browser, pictures: Path) -> None:
     page.one("#prompt-text").send_keys("Once upon a time there was a link between two clusters.")
     page.click("#prompt-send")

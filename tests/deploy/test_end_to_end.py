@@ -18,6 +18,7 @@ import pytest
 
 from prfaas.cache.checkpoints import DEFAULT_SPARE_TOKENS
 from prfaas.faults.catalogue import arenas_full, workers_killed
+from prfaas.faults.clusters.catalogue import cluster_drained
 from prfaas.faults.credentials import HOSTILE_TENANT
 from prfaas.faults.worker_processes import children_of
 from tests.deploy.observed_deployment import (
@@ -57,6 +58,7 @@ async def test_every_alert_fires_and_every_query_returns_data(tmp_path: Path) ->
     async with observed_deployment(tmp_path) as observed, traffic(observed):
         for step in (
             no_fault,
+            no_prefill_node,
             gateways_that_plan_too,
             a_plan_that_is_not_followed,
             a_tenant_that_floods,
@@ -110,7 +112,10 @@ async def gateways_that_plan_too(observed: ObservedDeployment) -> None:
     await asyncio.gather(
         observed.add_gateway("gateway-2", eager), observed.add_gateway("gateway-3", unreachable)
     )
-    await observed.expect("PrfaasSeveralPlanners", "PrfaasNoPlan", "PrfaasGatewayNotReady")
+    await observed.expect(
+        *("PrfaasSeveralPlanners", "PrfaasNoPlan", "PrfaasGatewayNotReady"),
+        *("PrfaasHomeUnserved", "PrfaasPrefillClusterLost"),
+    )
     await observed.remove_gateway("gateway-3")
     await observed.expect("PrfaasTargetDown")
     observed.write_targets()
@@ -225,6 +230,23 @@ async def _stopped(observed: ObservedDeployment, name: str, alert: str, for_s: f
     finally:
         observed.served.thaw(name)
     await observed.expect(alert)
+
+
+async def no_prefill_node(observed: ObservedDeployment) -> None:
+    """The PrfaaS cluster is drained and the local prefill nodes die. Decode nodes would take their
+    role, but have to finish their answers first."""
+    served = observed.served
+    prefills, decodes = await served.with_role("prefill"), await served.with_role("decode")
+    async with observed.streams(decodes):
+        returned = await cluster_drained(served, served.layout.clusters("prfaas")[0])
+        for name in prefills:
+            await served.kill(name)
+        await observed.expect("PrfaasHomeDegraded")
+        assert "PrfaasHomeUnserved" not in await observed.look(), "one decode node is enough"
+    for name in prefills:
+        await served.restart(name)
+    await returned()
+    await served.until(served.in_use)
 
 
 async def a_node_that_dies(observed: ObservedDeployment) -> None:

@@ -24,6 +24,8 @@ class Case(NamedTuple):
 
 
 NODE = 'prfaas_gateway_node_state{cluster="pd",node="pd-0",state="%s"}'
+HOME = 'prfaas_gateway_home_service{home="pd",level="%s"}'
+USABLE = 'prfaas_gateway_prefill_cluster_usable{home="pd",cluster="far",instance="%s"}'
 LINK = '{source="far",target="near"}'
 REQUESTS = 'prfaas_gateway_requests_total{outcome="%s",path="/v1/completions",route="local"}'
 TTFT = 'prfaas_gateway_time_to_first_token_seconds_bucket{route="remote",le="%s"}'
@@ -35,6 +37,20 @@ CASES = {
     ),
     "PrfaasGatewayNotReady": Case(
         {"prfaas_gateway_ready": "0x50"}, {"prfaas_gateway_ready": "1x50"}
+    ),
+    "PrfaasHomeUnserved": Case(
+        {HOME % "unserved": "0x4 1x50", HOME % "served": "1x4 0x50"},
+        {HOME % "unserved": "0x50", HOME % "degraded": "1x50"},
+    ),
+    "PrfaasHomeDegraded": Case(
+        {HOME % "degraded": "1x50"},
+        # For the minutes that a new plan takes.
+        {HOME % "degraded": "1x12 0x40", HOME % "unserved": "0x50"},
+    ),
+    "PrfaasPrefillClusterLost": Case(
+        # One of two gateways does not reach it.
+        {USABLE % "a": "1x50", USABLE % "b": "1x4 0x50"},
+        {USABLE % "a": "1x50", USABLE % "b": "1x4 0x4 1x50"},
     ),
     "PrfaasNodeLost": Case(
         {NODE % "lost": "1x50", NODE % "in_use": "0x50"},

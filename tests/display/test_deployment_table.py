@@ -5,7 +5,13 @@ from typing import Any
 
 from rich.console import Console
 
-from prfaas.display.deployment_table import links_line, live_view, node_row, plan_lines
+from prfaas.display.deployment_table import (
+    links_line,
+    live_view,
+    node_row,
+    plan_lines,
+    service_lines,
+)
 from prfaas.launch.request_outcomes import RequestOutcomes
 from tests.launch.test_request_outcomes import line
 
@@ -15,6 +21,10 @@ NODE: dict[str, Any] = {
 }  # fmt: skip
 STATE: dict[str, Any] = {
     "policy": "paper",
+    "homes": [
+        {"cluster": "pd", "service": "degraded", "reason": "far is drained"},
+        {"cluster": "west", "service": "served", "reason": ""},
+    ],
     "plan": {
         "made": True, "threshold_tokens": 19412, "roles": {"pd-0": "decode", "pd-1": "prefill"},
         "age_s": 7.2, "reason": "threshold follows the traffic",
@@ -54,6 +64,7 @@ def test_plan_and_advice() -> None:
     advised = {**STATE, "advice": {**STATE["plan"], "threshold_tokens": 7, "reason": "why"}}
     assert plan_lines(advised)[1].startswith("advice: threshold 7 tokens")
     assert plan_lines({**STATE, "plan": {"made": False}}) == []
+    assert service_lines(STATE) == ["pd is degraded: far is drained"]
 
 
 def test_links_in_words() -> None:

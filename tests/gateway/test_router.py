@@ -88,8 +88,8 @@ async def test_avoiding_a_node_is_a_preference() -> None:
 async def test_a_request_waits_until_a_node_can_decode_it() -> None:
     clock = FakeClock()
     fleet, router = fleet_and_router(clock)
-    fleet.drain(B)
-    fleet.drain(C)
+    for node in (A, B, C):
+        fleet.drain(node)
     wanted = placement(LONG, clock)
     waiting = asyncio.create_task(router.place(wanted, 30.0))
     await until(lambda: len(router.waiting_room) == 1)
@@ -97,7 +97,30 @@ async def test_a_request_waits_until_a_node_can_decode_it() -> None:
     fleet.refresh()
     assert (await waiting).route.decode == B
     assert not router.waiting_room
-    assert wanted.waited_for, "why it waited"
+    (wait,) = wanted.waits
+    assert wait.reason and not wait.cluster, "why it waited; and no cluster was busy"
+
+
+async def test_a_wait_says_for_what_and_since_when() -> None:
+    """First for a busy node; then every PD node is lost, and no node may take it."""
+    clock = FakeClock()
+    fleet, router = fleet_and_router(clock, policy="adaptive")
+    router.why_unserved = lambda home: f"{home} is lost"
+    for seed in range(40):  # until every queue is long enough
+        if router.try_dispatch(placement(LONG, clock, seed=seed)) is not None:
+            break
+    wanted = placement(LONG, clock, seed=99)
+    waiting = asyncio.create_task(router.place(wanted, 0.05))
+    await until(lambda: len(router.waiting_room) == 1)
+    clock.advance(3.0)
+    for node in (A, B, C):
+        fleet.drain(node)
+    router.retry_waiting()
+    with pytest.raises(RequestError, match=r"within 0 s: pd is lost$"):
+        await waiting
+    busy, lost = wanted.waits
+    assert busy.cluster in ("pd", "far") and busy.at_s == 0.0
+    assert (lost.at_s, lost.cluster, lost.reason) == (3.0, "", "pd is lost")
 
 
 async def test_the_time_of_the_state_on_the_link_is_predicted() -> None:
@@ -106,7 +129,7 @@ async def test_the_time_of_the_state_on_the_link_is_predicted() -> None:
     far, near = placement(LONG, clock), placement(SHORT, clock)
     for wanted in (far, near):
         await router.place(wanted, 1.0)
-    assert far.booking is not None and near.transfer_s is None and not near.waited_for
+    assert far.booking is not None and near.transfer_s is None and not near.waits
     assert far.transfer_s == far.booking.route.nbytes * 8 / 10e9, "of the configured link"
 
 

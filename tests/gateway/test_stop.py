@@ -13,7 +13,7 @@ import msgspec
 
 from prfaas.contracts.readiness import GatewayReady
 from tests.descriptors import low_limit, soft_limit
-from tests.gateway.backends import MODEL, deployment, written
+from tests.gateway.backends import HOME, MODEL, deployment, written
 from tests.gateway.conftest import Hosts
 from tests.node.hosts import Process, call
 from tests.waiting import wait_until
@@ -39,7 +39,8 @@ def test_a_gateway_without_nodes_is_live_and_not_ready(tmp_path: Path) -> None:
     with gateway(tmp_path, deployment(NOWHERE[:2], NOWHERE[2:])) as (_, url):
         status, found = call("GET", f"{url}/ready")
         assert status == 503 and not found["ready"]
-        assert found["reason"] == "no node of the PD cluster has answered yet"
+        problem = f"{HOME} has no plan yet, and no node of {HOME} is in use: both are lost"
+        assert found["reason"] == problem
         assert call("GET", f"{url}/live")[0] == 200
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,6 +18,7 @@ from prfaas.tracing.sentences import duration
 from prfaas.tracing.spans import (
     ATTEMPT,
     BACK_OFF,
+    CLUSTER,
     COMMIT,
     COPIES,
     CUT,
@@ -37,6 +39,7 @@ from prfaas.tracing.spans import (
     PREDICTED,
     PREFILL,
     READ,
+    REASON,
     SILENT,
     STATELESS_TOKENS,
     TOKENIZE,
@@ -86,6 +89,11 @@ def handed_off(
         spans.add(NODE_PREFILL, first_s - 0.01, first_s, there, service="node", node="pd-1")
         spans.add(NODE_DECODE, first_s, end_s, there, service="node", node="pd-1")
     return spans, first_s
+
+
+def held(reason: str, cluster: str = "") -> dict[str, Any]:
+    """Attributes of a wait at the gateway, for a node of a busy cluster or for any node at all."""
+    return {REASON: reason} | ({CLUSTER: cluster} if cluster else {})
 
 
 def first(spans: SpanList, request: RequestSummary) -> Cause:
@@ -150,7 +158,7 @@ def test_durations_have_three_digits(seconds: float, text: str) -> None:
 def test_a_wait_at_the_gateway_and_one_at_the_engine_are_one_cause() -> None:
     spans = SpanList()
     root = spans.request(6.0)
-    spans.add(WAIT, 0.0, 2.0, root)
+    spans.add(WAIT, 0.0, 2.0, root, **held("every queue is long enough", "pd"))
     attempt = spans.attempt(2.0, 6.0)
     call = spans.add(DECODE, 2.0, 6.0, attempt)
     spans.add(NODE_LEASE, 2.0, 2.1, call, service="node", node="pd-1")
@@ -158,7 +166,8 @@ def test_a_wait_at_the_gateway_and_one_at_the_engine_are_one_cause() -> None:
     spans.add(NODE_PREFILL, 4.9, 5.0, call, service="node", node="pd-1")
     found = first(spans, summary(ttft_s=5.0, prefill="pd-1"))
     assert found.kind == "full queue" and found.seconds == pytest.approx(4.8)
-    assert "2.00 s at the gateway" in found.text and "2.80 s in the queue" in found.text
+    assert "2.00 s at the gateway for a node of pd (every queue is long enough)" in found.text
+    assert "2.80 s in the queue" in found.text
     assert "pd-1" in found.text
 
 
@@ -261,10 +270,29 @@ def test_an_answer_that_does_not_stream_is_not_blamed_on_its_decode_node() -> No
     assert "busy decode" not in [one.kind for one in found]
 
 
-def test_a_request_that_was_refused_met_a_full_queue() -> None:
+def test_a_request_that_no_node_could_take_did_not_meet_a_full_queue() -> None:
+    spans = SpanList()
+    root = spans.request(60.0)
+    spans.add(WAIT, 0.0, 2.0, root, **held("every queue is long enough", "far"))
+    spans.add(WAIT, 2.0, 60.0, root, **held("no node of pd decodes: both are lost"))
+    refused = summary(total_s=60.0, outcome="shed", error="no node could take the request")
+    (found,) = find_causes(refused, spans.spans, None)
+    assert found.kind == "not served" and found.seconds == pytest.approx(58.0)
+    assert "no node of pd decodes: both are lost" in found.text
+
+
+def test_a_request_that_was_not_held_did_not_wait_for_a_node() -> None:
+    spans = SpanList()
+    root = spans.request(4.0)
+    spans.add(WAIT, 0.0, 3.0, root)
+    found = first(spans, summary(ttft_s=3.5))
+    assert found.kind == "busy gateway" and found.seconds == pytest.approx(3.0)
+
+
+def test_a_request_that_was_refused_at_once_met_a_limit() -> None:
     refused = summary(total_s=0.001, outcome="shed", error="too many requests in flight")
     found = find_causes(refused, [], None)[0]
-    assert found.kind == "full queue" and "too many requests in flight" in found.text
+    assert found.kind == "refused" and "too many requests in flight" in found.text
 
 
 def test_the_route_predicts_where_the_spans_do_not() -> None:

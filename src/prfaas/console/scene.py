@@ -12,6 +12,8 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from prfaas.scheduler.service import ServiceLevel
+
 NodeStatus: TypeAlias = Literal["in use", "drains", "not in use", "lost"]
 Verdict: TypeAlias = Literal["clear", "congested", "cut"]
 EventKind: TypeAlias = Literal["plan", "role", "move", "link", "node", "cluster", "gateway"]
@@ -71,6 +73,8 @@ class HomeScene(msgspec.Struct, frozen=True, omit_defaults=True):
     cached_tokens: int = 0
     # Tokens whose blocks are cached somewhere, but without the recurrent state to resume from.
     stateless_tokens: int = 0
+    service: ServiceLevel = "served"
+    service_reason: str = ""  # why it is not better
 
 
 class TtftParts(msgspec.Struct, frozen=True):

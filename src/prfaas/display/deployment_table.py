@@ -15,7 +15,8 @@ from prfaas.scheduler.congestion import LinkVerdict
 
 
 def live_view(state: Mapping[str, Any], outcomes: RequestOutcomes) -> RenderableType:
-    lines = Text("\n".join((*plan_lines(state), hits_line(outcomes), links_line(state))))
+    said = (*service_lines(state), *plan_lines(state))
+    lines = Text("\n".join((*said, hits_line(outcomes), links_line(state))))
     return Group(nodes_table(state), routes_table(outcomes), lines)
 
 
@@ -34,6 +35,15 @@ def nodes_table(state: Mapping[str, Any]) -> Table:
         for node in cluster["nodes"]:
             table.add_row(*node_row(cluster["cluster"], node))
     return table
+
+
+def service_lines(state: Mapping[str, Any]) -> list[str]:
+    """PD clusters that are not served as planned, and why."""
+    return [
+        f"{home['cluster']} is {home['service']}: {home['reason']}"
+        for home in state["homes"]
+        if home["service"] != "served"
+    ]
 
 
 def plan_lines(state: Mapping[str, Any]) -> list[str]:

@@ -6,10 +6,23 @@ is looked up or exported, so that a request which is neither costs next to nothi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
 import msgspec
 
 from prfaas.scheduler.request import Route
 from prfaas.tracing.context import TraceContext, new_span_id
+
+MOST_WAITS: Final = 8  # of one attempt
+
+
+class Wait(NamedTuple):
+    """Since when the router has held a request for one thing, and why. Until the next wait."""
+
+    at_s: float
+    reason: str
+    cluster: str  # for whose nodes it waits; empty: no node may take it
 
 
 class Call(msgspec.Struct, gc=False):
@@ -26,7 +39,7 @@ class AttemptTrace(msgspec.Struct):
     span_id: str  # of the attempt's own span; the spans of its calls are children of it
     asked_s: float  # the router was asked for nodes
     routed_s: float
-    waited_for: str = ""  # why the router held the request; empty: it did not
+    waits: Sequence[Wait] = ()  # empty: the router did not hold the request
     # That the state was expected to need on the link; None: it stays in its cluster.
     transfer_s: float | None = None
     # None: the attempt had no such step, or did not get that far.

@@ -33,6 +33,7 @@ from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.fleet.membership import TooManyMembers
 from prfaas.gateway.fleet.polling import Poller
 from prfaas.gateway.following.collection import SpanCollector
+from prfaas.gateway.home_services import HomeServices
 from prfaas.gateway.homes.fair_access import FairAccess
 from prfaas.gateway.homes.request_homes import RequestHomes
 from prfaas.gateway.homes.traffic import HomeTraffic
@@ -235,8 +236,12 @@ async def running(
             coordination = among = federation.coordination(network, traffic)
             fair = FairAccess(fleet, router.waiting_room, queue_s, clock, federation.peers.uses_of)
             report = partial(federation.report, among, fair, drains)
+        between_homes = round_trips(deployment) if len(network.homes) > 1 else {}
         if len(network.homes) > 1:
-            router.serve_several(fair, round_trips(deployment), options.cluster)
+            router.serve_several(fair, between_homes, options.cluster)
+        helpers = between_homes if router.rules.decode_elsewhere else ()
+        services = HomeServices(fleet, lambda: router.plans, clock, helpers)
+        router.why_unserved = services.why_unserved
         roles = RoleChanges(fleet, evacuations, http, coordination)
         planning = LongTermLoop(fleet, router, roles, deployment, network, clock, coordination)
         for member in fleet.members:
@@ -257,9 +262,11 @@ async def running(
         homes = RequestHomes(router, shares, options.cluster)
         dispatcher = Dispatcher(router, hand_offs, budget, traffic, homes, clock)
         gateways = None if federation is None else partial(federation.state, among)
-        status = GatewayStatus(fleet, router, planning, budget, copies, clock, traffic, gateways)
+        status = GatewayStatus(
+            fleet, router, planning, budget, copies, clock, traffic, services, gateways
+        )
         scenes = GatewayScenes(
-            fleet, router, status, copies, lambda: dispatcher.in_flight, clock, gateways
+            fleet, router, status, copies, lambda: dispatcher.in_flight, clock, services, gateways
         )
         admission = Admission(
             options.member_key, strangers, timeouts.kvd_call_s, has_tls=options.tls is not None

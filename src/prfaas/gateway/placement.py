@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from prfaas.cache.hashing import PromptHashes
+from prfaas.gateway.attempt_trace import MOST_WAITS, Wait
 from prfaas.gateway.fleet.booking import Booking
 from prfaas.scheduler.explain import Explanation
 from prfaas.scheduler.request import Request
@@ -26,13 +27,19 @@ class PlacementRequest:
     home: ClusterId = ClusterId("")  # the PD cluster at which the request has arrived
     waits_for: ClusterId | None = None  # the cluster in whose queue the request is or was last
     explains: bool = False  # its route is to be explained, whatever the rate of explanations
-    waited_for: str = ""  # why the request was held when it arrived; empty: it was not
+    waits: list[Wait] = field(default_factory=list)  # for what it was held, the latest last
     # Recorded when the request is placed: the time that its state takes on the link to the decode
     # node's cluster, at the believed rate and alone. None: its prefill is in the same cluster.
     transfer_s: float | None = None
     # Recorded when the request is placed, where the gateway has a console.
     explanation: Explanation | None = None
     stateless_tokens: int = 0  # see `RequestTrace`; recorded when the request is placed
+
+    def record_wait(self, cluster: ClusterId | None, reason: str, now_s: float) -> None:
+        """From now on the request waits for nodes of a cluster, or for any node."""
+        self.waits_for = cluster
+        if len(self.waits) < MOST_WAITS:  # else it counts as the latest one
+            self.waits.append(Wait(now_s, reason, cluster or ""))
 
     @property
     def queue(self) -> str:

@@ -16,7 +16,7 @@ from prometheus_client.core import Metric
 
 from prfaas.contracts.gateway_api import GatewayReport
 from prfaas.contracts.kvd_api import Heartbeat
-from prfaas.gateway.attempt_trace import AttemptTrace
+from prfaas.gateway.attempt_trace import AttemptTrace, Wait
 from prfaas.gateway.client.token_ids import TokenIds
 from prfaas.scheduler.explain import Explanation
 from prfaas.scheduler.request import Route
@@ -74,6 +74,7 @@ class RequestTrace:
     read_s: float | None = None  # the body has arrived
     tokenized_s: float | None = None  # the prompt has been checked and tokenised
     asked_s: float | None = None  # the router was asked for nodes, and has not placed it yet
+    waits: list[Wait] = field(default_factory=list)  # for what the router has held it since then
     routed_s: float | None = None
     granted_s: float | None = None
     prefilled_s: float | None = None  # the prefill node of a hand-off has answered
@@ -105,10 +106,9 @@ class RequestTrace:
         self,
         route: Route,
         now_s: float,
-        waited_for: str = "",
         transfer_s: float | None = None,
     ) -> AttemptTrace:
-        """`waited_for` and `transfer_s`: see `PlacementRequest`."""
+        """`transfer_s`: see `PlacementRequest`."""
         self.attempts += 1
         self.routed_s = now_s
         self.granted_s, self.prefilled_s, self.committed_s, self.form = None, None, None, ""
@@ -121,7 +121,8 @@ class RequestTrace:
         if len(self.courses) >= MOST_COURSES:
             # The first and the latest ones tell most.
             del self.courses[MOST_COURSES // 2]
-        begun = AttemptTrace(route, new_span_id(), asked_s, now_s, waited_for, transfer_s)
+        begun = AttemptTrace(route, new_span_id(), asked_s, now_s, self.waits, transfer_s)
+        self.waits = []
         self.courses.append(begun)
         return begun
 

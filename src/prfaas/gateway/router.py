@@ -65,6 +65,8 @@ class Router:
         self._serving_homes = fleet.homes
         # Set by a console: whether the route of the next request is to be explained.
         self.wants_explanation: Callable[[], bool] | None = None
+        # Why no request of a PD cluster can be served now; empty where one can be.
+        self.why_unserved: Callable[[ClusterId], str] = lambda home: ""
         fleet.call_on_change(self.retry_waiting)
 
     @property
@@ -114,7 +116,7 @@ class Router:
 
     async def _wait(self, placement: PlacementRequest, hold: Hold, patience_s: float) -> None:
         self.tenants.waiting.take(placement.tenant)
-        placement.waits_for, placement.waited_for = hold.cluster, hold.reason
+        self._record_wait(placement, hold)
         self.waiting_room.put(placement, hold, placement.queue)
         try:
             if hold.cluster is not None and self._has_room(hold.cluster):
@@ -127,7 +129,8 @@ class Router:
             if not self.waiting_room.remove(placement) and placement.booking is not None:
                 placement.booking.close(self._clock.now())
             if isinstance(error, TimeoutError):
-                message = f"no node could take the request within {patience_s:.0f} s: {hold.reason}"
+                message = f"no node could take the request within {patience_s:.0f} s: "
+                message += placement.waits[-1].reason
                 retry_after_s = self._limits.timeouts.queue_retry_after_s
                 raise RequestError(
                     503, "overloaded", message, retry_after_s=retry_after_s
@@ -246,6 +249,12 @@ class Router:
 
     def _try_again(self, placement: PlacementRequest) -> Hold | None:
         hold = self.try_dispatch(placement)
-        if hold is not None:
-            placement.waits_for = hold.cluster
+        if hold is not None and hold.cluster != placement.waits_for:
+            self._record_wait(placement, hold)
         return hold
+
+    def _record_wait(self, placement: PlacementRequest, hold: Hold) -> None:
+        reason = hold.reason
+        if hold.cluster is None:
+            reason = self.why_unserved(placement.home) or reason
+        placement.record_wait(hold.cluster, reason, self._clock.now())

@@ -18,9 +18,11 @@ from prfaas.gateway.exposition.families import counter, gauge
 from prfaas.gateway.exposition.links import ObservedLink, link_metrics
 from prfaas.gateway.exposition.nodes import node_metrics, observe_nodes
 from prfaas.gateway.exposition.planning import plan_metrics
+from prfaas.gateway.exposition.services import service_metrics
 from prfaas.gateway.exposition.tenants import tenant_metrics
 from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.fleet.member import Member
+from prfaas.gateway.home_services import HomeServices
 from prfaas.gateway.homes.traffic import HomeTraffic
 from prfaas.gateway.planning.long_term_loop import LongTermLoop
 from prfaas.gateway.planning.prefix_copies import PrefixCopies
@@ -48,10 +50,12 @@ class GatewayStatus:
         copies: PrefixCopies,
         clock: Clock,
         traffic: HomeTraffic,
+        services: HomeServices,
         gateways: Callable[[], Mapping[str, Any]] | None = None,
     ) -> None:
         """`gateways`: describes the gateways of the deployment, where there are several."""
         self._fleet = fleet
+        self._services = services
         self._router = router
         self._loop = loop
         self._budget = budget
@@ -76,6 +80,10 @@ class GatewayStatus:
                 for home in self._fleet.homes
                 for link_id, link in self._view(home).links.items()
             ],
+            "homes": [
+                {"cluster": home, "service": found.level, "reason": found.reason}
+                for home, found in self._services.all().items()
+            ],
             "plan": self.plan(),
             **self._long_term(now_s),
             "threshold_factor": self._of_homes(
@@ -97,14 +105,12 @@ class GatewayStatus:
         }
 
     def unready_reason(self) -> str:
-        """Why no request can be served now; empty when one can be."""
-        if not self._router.plans:
-            return UNPLANNED
-        homes = [self._fleet.board.cluster(home) for home in self._router.serving_homes]
-        # Where no node has the role, one that prefills decodes as well.
-        if any(node.usable for home in homes for node in home.nodes):
+        """Why no request can be served now; empty when those of a PD cluster can be."""
+        services = self._services.all()
+        found = [services[home] for home in self._router.serving_homes]
+        if any(service.level != "unserved" for service in found):
             return ""
-        return "no node that decodes is in use"
+        return "; ".join(service.reason for service in found)
 
     def plan(self) -> dict[str, Any]:
         """The plan in force; with several PD clusters, that of each of them under `homes`."""
@@ -140,6 +146,7 @@ class GatewayStatus:
             "Whether the gateway can serve requests now: 1 or 0.",
             value=not self.unready_reason(),
         )
+        yield from service_metrics(self._services.all(), self._services.remotes())
         yield from waiting_metrics(self._waiting())
         yield from attempt_metrics(self._budget)
         yield from self._copies.metrics()

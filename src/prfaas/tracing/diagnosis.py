@@ -18,6 +18,7 @@ from prfaas.tracing.prefill_time import PrefillTime, split_prefill
 from prfaas.tracing.spans import (
     ATTEMPT,
     BACK_OFF,
+    CLUSTER,
     COMMIT,
     COPIES,
     DECODE,
@@ -29,6 +30,7 @@ from prfaas.tracing.spans import (
     PREDICTED,
     PREFILL,
     READ,
+    REASON,
     STATELESS_TOKENS,
     TOKENIZE,
     WAIT,
@@ -48,11 +50,12 @@ _FAILED, _OWN, _CALL, _NODE, _DECODE, _PREFILL, _COMMIT = 90, 80, 70, 60, 50, 40
 _PLAIN = {
     READ: (_OWN, READ),
     TOKENIZE: (_OWN, TOKENIZE),
-    WAIT: (_OWN, WAIT),
     GRANT: (_CALL, GRANT),
     COPIES: (_CALL, COPIES),
     COMMIT: (_COMMIT, "transfer"),
 }
+# A wait for a node counts as the wait in a queue, for want of any node, or as routing.
+_QUEUED, _UNSERVED = "queued", "unserved"
 
 
 class _Timed(NamedTuple):
@@ -73,7 +76,7 @@ def find_causes(
     total_s = max(0.0, end_s - start_s)
     shares = divide(_pieces(request, family), start_s, end_s)
     found = [
-        *_of_gateway(shares, request),
+        *_of_gateway(shares, request, family),
         *_of_failures(shares, family, end_s),
         *_of_prefill(shares, request, family, explanation),
         *_of_handoff(shares, request, family),
@@ -114,6 +117,8 @@ def _piece(request: RequestSummary, family: Family, span: Span) -> tuple[int, st
         return None  # the attempt has all of its time
     if span.name == BACK_OFF:
         return _OWN, _backed_off(family, span)
+    if span.name == WAIT:
+        return _OWN, _wait_share(span)
     if span.name == PREFILL:
         return _PREFILL, "call" if _node_prefill(family, span) else "compute"
     if span.name == DECODE:
@@ -163,6 +168,14 @@ def _decode_share(request: RequestSummary, family: Family, call: Span) -> str:
     return "compute"
 
 
+def _wait_share(span: Span) -> str:
+    """A request that is held waits for a cluster whose nodes are busy, or for none, where no node
+    may take it. One that is not held is routed at once, but for a gateway that is busy."""
+    if REASON not in span.attributes:
+        return WAIT
+    return _QUEUED if CLUSTER in span.attributes else _UNSERVED
+
+
 def _backed_off(family: Family, span: Span) -> str:
     """A pause counts for the failure that it follows."""
     before = [
@@ -177,16 +190,29 @@ def _backed_off(family: Family, span: Span) -> str:
 # The shares, named -------------------------------------------------------------------------------
 
 
-def _of_gateway(shares: Mapping[str, float], request: RequestSummary) -> list[_Timed]:
+def _of_gateway(
+    shares: Mapping[str, float], request: RequestSummary, family: Family
+) -> list[_Timed]:
     read_s, tokenize_s = shares.get(READ, 0.0), shares.get(TOKENIZE, 0.0)
-    wait_s, queue_s = shares.get(WAIT, 0.0), shares.get(NODE_QUEUE, 0.0)
+    queued_s, queue_s = shares.get(_QUEUED, 0.0), shares.get(NODE_QUEUE, 0.0)
+    unserved_s, routing_s = shares.get(_UNSERVED, 0.0), shares.get(WAIT, 0.0)
     node = request.prefill or request.decode
     lease_s = shares.get(NODE_LEASE, 0.0)
+    queue = _longest_wait(family, _QUEUED)
+    full = sentences.full_queue(queued_s, queue_s, node, queue)
+    unserved = sentences.unserved(unserved_s, _longest_wait(family, _UNSERVED))
     return [
         _Timed("big body", read_s + tokenize_s, sentences.big_body(read_s, tokenize_s)),
-        _Timed("full queue", wait_s + queue_s, sentences.full_queue(wait_s, queue_s, node)),
+        _Timed("full queue", queued_s + queue_s, full),
+        _Timed("not served", unserved_s, unserved),
+        _Timed("busy gateway", routing_s, sentences.busy_gateway(routing_s)),
         _Timed("no memory", lease_s, sentences.slow_lease(lease_s, node)),
     ]
+
+
+def _longest_wait(family: Family, share: str) -> Span | None:
+    waits = [span for span in family.named(WAIT) if _wait_share(span) == share]
+    return max(waits, key=lambda span: span.seconds, default=None)
 
 
 def _of_failures(shares: Mapping[str, float], family: Family, end_s: float) -> list[_Timed]:
@@ -262,5 +288,5 @@ def _stateless_tokens(family: Family) -> int:
 
 def _nothing_unusual(request: RequestSummary, total_s: float) -> Cause:
     if request.outcome == "shed":
-        return Cause("full queue", round(total_s, 6), sentences.refused(request.error))
+        return Cause("refused", round(total_s, 6), sentences.refused(request.error))
     return Cause("nothing unusual", round(total_s, 6), sentences.nothing_unusual(request, total_s))

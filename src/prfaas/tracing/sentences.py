@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from prfaas.tracing.family import Family
 from prfaas.tracing.prefill_time import PrefillPart, PrefillTime
-from prfaas.tracing.spans import COMMIT, KVD_RECEIVE, KVD_SEND, NBYTES, Span, shown
+from prfaas.tracing.spans import CLUSTER, COMMIT, KVD_RECEIVE, KVD_SEND, NBYTES, REASON, Span, shown
 from prfaas.tracing.summary import CauseKind, RequestSummary
 
 _FAILED: dict[CauseKind, str] = {
@@ -31,12 +31,24 @@ def big_body(read_s: float, tokenize_s: float) -> str:
     return f"The body took {duration(read_s)} to arrive and {duration(tokenize_s)} to be tokenised."
 
 
-def full_queue(wait_s: float, queue_s: float, node: str) -> str:
+def full_queue(wait_s: float, queue_s: float, node: str, longest: Span | None) -> str:
+    """`longest`: of the waits at the gateway for a busy node."""
     at_gateway = f"waited {duration(wait_s)} at the gateway for a node"
+    if longest is not None:
+        at_gateway += f" of {longest.attributes[CLUSTER]} ({longest.attributes[REASON]})"
     at_node = f"waited {duration(queue_s)} in the queue of the engine of {node}"
     if min(wait_s, queue_s) >= _WORTH_TELLING * max(wait_s, queue_s):
-        return f"The request {at_gateway}, and {at_node}."
-    return f"The request {at_node if queue_s > wait_s else at_gateway}."
+        return shown(f"The request {at_gateway}, and {at_node}.")
+    return shown(f"The request {at_node if queue_s > wait_s else at_gateway}.")
+
+
+def unserved(seconds: float, longest: Span | None) -> str:
+    why = "no node could take it" if longest is None else longest.attributes[REASON]
+    return shown(f"The request waited {duration(seconds)} and could not be served: {why}.")
+
+
+def busy_gateway(seconds: float) -> str:
+    return f"The gateway took {duration(seconds)} to choose nodes, though none was waited for."
 
 
 def slow_lease(seconds: float, node: str) -> str:

@@ -9,7 +9,10 @@ import msgspec
 
 CauseKind: TypeAlias = Literal[
     "big body",  # it took long to arrive, or to be tokenised
-    "full queue",  # it waited for a node, at the router or in the engine's queue
+    "full queue",  # it waited for a busy node, at the router or in the engine's queue
+    "not served",  # it waited while no node could take it, such as after the loss of all
+    "busy gateway",  # it was not held, and yet the gateway was slow to choose nodes
+    "refused",  # by a limit, at once
     "no memory",  # the decode node's kvd refused a grant
     "prefix copies",
     "cold cache",  # most of its prompt had to be computed, at the expected pace

@@ -160,6 +160,18 @@ test("the requests that are kept give the minutes before the page was opened", (
   assert.equal(history.samples.length, 1);
 });
 
+test("an error of the client is no failure of the deployment", () => {
+  const sample = sampleOf(
+    completeScene({ ...SCENE, at_s: 100, homes: [{ cluster: "west", local: 9, failed: 9 }] }),
+  );
+  const ended = (id, outcome, at_s = 90) => ({ id, at_s, outcome, total_s: 1, ttft_s: null });
+  const outcomes = ["failed", "broken", "shed", "rejected", "cancelled", "completed"];
+  const history = new History();
+  const requests = outcomes.map((outcome) => ended(outcome, outcome));
+  history.begin(sample, mergeRequests([], [...requests, ended("before", "completed", 60)]));
+  assert.deepEqual([history.samples[0].failed, history.samples[0].local], [6, 8]);
+});
+
 test("counters that went back are a gap", () => {
   const samples = samplesOf([
     [100, 100],

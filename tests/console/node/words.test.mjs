@@ -49,6 +49,44 @@ test("the worst problem is first, and names what is wrong", () => {
   );
 });
 
+const LOST = "no node of west decodes: both are lost";
+const unserved = { cluster: "west", has_plan: true, service: "unserved", service_reason: LOST };
+const ALONE = "the PrfaaS cluster north is drained: decode nodes prefill for themselves";
+const degraded = { ...unserved, service: "degraded", service_reason: ALONE };
+
+test("a home that is not served is the worst problem", () => {
+  const link = { source: "north", target: "west", verdict: "cut" };
+  const [first, second] = words.problems(scene([], [link], [unserved]));
+  assert.deepEqual([first.severity, first.text], ["bad", `west is not served: ${LOST}`]);
+  assert.equal(second.text, "Link north → west is cut");
+  const [alone, ...others] = words.problems(scene([], [], [degraded]));
+  assert.deepEqual(
+    [alone.severity, alone.text, others],
+    ["warn", `west is served, but not as planned: ${ALONE}`, []],
+  );
+  const unplanned = { ...unserved, has_plan: false };
+  assert.equal(words.problems(scene([], [], [unplanned])).length, 1, "the reason says it");
+});
+
+test("the statement says first that nothing can be served", () => {
+  const figures = { requests: 0 };
+  assert.match(words.statement(scene([], [], [unserved]), figures), /^No request can be served\. /);
+  const east = { cluster: "east" };
+  assert.match(
+    words.statement(scene([], [], [unserved, east]), figures),
+    /^Requests of west cannot be served\. No request has finished/,
+  );
+  assert.match(words.statement(scene([], [], [degraded]), figures), /^No request has finished/);
+});
+
+test("a change of the service is said", () => {
+  const well = scene([], [], [{ cluster: "west", has_plan: true }]);
+  const lost = scene([], [], [unserved]);
+  assert.deepEqual(words.changes(well, lost), [`west is not served: ${LOST}.`]);
+  assert.deepEqual(words.changes(lost, well), ["west is served as planned again."]);
+  assert.deepEqual(words.changes(lost, lost), []);
+});
+
 test("many nodes with one problem are counted", () => {
   const nodes = Array.from({ length: 5 }, (_, index) => ({
     id: `n${index}`,

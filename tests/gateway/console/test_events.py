@@ -65,6 +65,12 @@ def test_clusters_plans_and_gateways() -> None:
             "pd",
         )
     ]
+    lost = replace(home, service="unserved", service_reason="no node of pd decodes")
+    unserved = replace(planned, homes=(lost,))
+    assert texts(planned, unserved) == [
+        ("cluster", "pd is not served: no node of pd decodes.", "pd")
+    ]
+    assert texts(unserved, planned) == [("cluster", "pd is served as planned again.", "pd")]
     other = replace(planned, homes=(replace(home, threshold_tokens=20.0, waiting=3),))
     assert texts(planned, other) == [], "the short-term loop makes no plan"
     gone = replace(one, gateways=("gateway west does not answer",))

@@ -11,6 +11,7 @@ from prfaas.console.scene import NodeScene, Scene, TtftParts
 from prfaas.gateway.console.recent import Counts, HomeCounts
 from prfaas.gateway.console.scenes import GatewayScenes
 from prfaas.gateway.fleet.fleet import Fleet
+from prfaas.gateway.home_services import HomeServices
 from prfaas.gateway.planning.plan_history import PlanHistory
 from prfaas.gateway.planning.prefix_copies import PrefixCopies
 from prfaas.gateway.router import Router
@@ -22,6 +23,9 @@ from tests.gateway.fleets import (
     LONG,
     PD,
     SHORT,
+    A,
+    B,
+    C,
     F,
     fall_silent,
     fleet_and_router,
@@ -43,8 +47,9 @@ def made(clock: FakeClock, **options: Any) -> tuple[Fleet, Router, GatewayScenes
     fleet, router = fleet_and_router(clock, **options)
     copies = PrefixCopies(fleet, nothing, nothing, clock)
     traffic: Any = type("Traffic", (), {"histories": {}})
-    status = GatewayStatus(fleet, router, loop, nothing, copies, clock, traffic)
-    return fleet, router, GatewayScenes(fleet, router, status, copies, lambda: 7, clock)
+    services = HomeServices(fleet, lambda: router.plans, clock)
+    status = GatewayStatus(fleet, router, loop, nothing, copies, clock, traffic, services)
+    return fleet, router, GatewayScenes(fleet, router, status, copies, lambda: 7, clock, services)
 
 
 def nodes(scene: Scene) -> dict[str, NodeScene]:
@@ -99,6 +104,17 @@ def test_a_silent_node_is_lost_and_a_drained_cluster_is_out_of_use() -> None:
     assert scene.clusters[0].drained
     assert nodes(scene)["b"].status == "not in use"
     assert nodes(scene)["b"].why == "the cluster pd is drained"
+
+
+def test_a_home_is_shown_with_how_it_is_served() -> None:
+    clock = FakeClock(10.0)
+    fleet, _, scenes = made(clock)
+    (home,) = scenes.scene(0.0, NO_COUNTS).homes
+    assert (home.service, home.service_reason) == ("served", "")
+    fall_silent(fleet, clock, A, B, C)
+    (home,) = scenes.scene(0.0, NO_COUNTS).homes
+    assert home.service == "unserved"
+    assert home.service_reason == "no node of pd is in use: all 3 are lost"
 
 
 def test_a_node_that_changes_its_role_drains() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from prfaas.contracts.openai import Usage
 from prfaas.gateway.api.metrics import RequestRecord
-from prfaas.gateway.attempt_trace import AttemptTrace, begin_call
+from prfaas.gateway.attempt_trace import AttemptTrace, Wait, begin_call
 from prfaas.gateway.following.kept_requests import KeptRequest
 from prfaas.gateway.request import RequestTrace
 from prfaas.scheduler.request import CacheCopy, Route
@@ -60,7 +60,8 @@ def kept(
 def hand_off(made: RequestTrace, asked_s: float, route: Route) -> AttemptTrace:
     """An attempt that was granted after 0.1 s, prefilled after 3.1 s and committed after 3.5 s."""
     made.asked_s = asked_s
-    course = made.begin_attempt(route, asked_s + 1.0, "the queue is full", 0.25)
+    made.waits.append(Wait(asked_s, "the queue is full", "far"))
+    course = made.begin_attempt(route, asked_s + 1.0, 0.25)
     start_s = asked_s + 1.0
     course.grant = begin_call(made.context, start_s)
     course.grant.answered_s = start_s + 0.1

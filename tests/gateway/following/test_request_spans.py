@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from prfaas.gateway.api.metrics import PromptRecord
-from prfaas.gateway.attempt_trace import begin_call
+from prfaas.gateway.attempt_trace import MOST_WAITS, Wait, begin_call
 from prfaas.gateway.following.export import Observers, RequestExport
 from prfaas.gateway.following.kept_requests import IN_PROGRESS, KeptRequest
 from prfaas.gateway.following.request_spans import MOST_SPANS, request_spans
@@ -94,7 +94,10 @@ def test_every_step_of_a_hand_off_has_a_span() -> None:
         assert (span.span_id, span.kind) == (call.span_id, "client"), "as it was sent"
         assert span.parent_id == attempt.span_id == course.span_id
         assert span.attributes[names.TARGET] == target
-    assert named(spans, names.WAIT).attributes == {names.REASON: "the queue is full"}
+    assert named(spans, names.WAIT).attributes == {
+        names.REASON: "the queue is full",
+        names.CLUSTER: "far",
+    }
     assert named(spans, names.PREFILL).attributes[names.PREDICTED] == 2.0
     commit = named(spans, names.COMMIT).attributes
     assert (commit[names.PREDICTED], commit[names.NBYTES], commit[names.FORM]) == (
@@ -170,6 +173,33 @@ def test_a_request_that_no_node_took_has_waited_to_its_end() -> None:
     assert [lies(span) for span in waits] == [(10.5, 71.0), (72.5, 80.0)]
 
 
+def test_each_thing_that_a_request_is_held_for_has_a_span() -> None:
+    made = trace(10.0)
+    made.asked_s = 10.5
+    made.waits += [Wait(10.5, "the queues are long", "far"), Wait(12.0, "no node decodes", "")]
+    spans = spans_of(kept(made, 70.5, "shed", "refused"))
+    busy, lost = [span for span in spans if span.name == names.WAIT]
+    assert lies(busy) == (10.5, 12.0) and lies(lost) == (12.0, 70.5)
+    assert busy.attributes == {names.REASON: "the queues are long", names.CLUSTER: "far"}
+    assert lost.attributes == {names.REASON: "no node decodes"}
+    assert (busy.error, lost.error) == ("", "refused")
+    made.begin_attempt(route(), 71.0)
+    assert not made.waits, "they were of this attempt"
+    waits = [span for span in spans_of(kept(made, 80.0)) if span.name == names.WAIT]
+    assert [lies(span) for span in waits] == [(10.5, 12.0), (12.0, 71.0)]
+
+
+def test_spans_of_many_waits_have_ids_of_their_own() -> None:
+    made = trace(10.0)
+    for start_s in (10.5, 40.0):
+        made.asked_s = start_s
+        made.waits += [Wait(start_s + n, f"{n}", "far") for n in range(MOST_WAITS)]
+        if start_s == 10.5:
+            made.begin_attempt(route(), 30.0).fail("full", "no memory", 31.0)
+    waits = [span for span in spans_of(kept(made, 60.0)) if span.name == names.WAIT]
+    assert len(waits) == 2 * MOST_WAITS
+
+
 def test_a_body_that_has_not_arrived() -> None:
     made = RequestTrace(10.0)
     spans = spans_of(kept(made, 40.0, "rejected", "the request body did not arrive within 30 s"))
@@ -210,8 +240,9 @@ def test_each_prompt_of_a_list_has_its_attempts() -> None:
 def test_the_number_of_attempts_is_bounded() -> None:
     made = trace(10.0)
     for number in range(3 * MOST_COURSES):
-        made.begin_attempt(route(), 11.0 + number, f"{number}").fail("full", "no memory", 11.5)
-    waited_for = [course.waited_for for course in made.courses]
+        made.waits.append(Wait(11.0, f"{number}", "far"))
+        made.begin_attempt(route(), 11.0 + number).fail("full", "no memory", 11.5)
+    waited_for = [course.waits[0].reason for course in made.courses]
     assert len(waited_for) == MOST_COURSES and made.attempts == 3 * MOST_COURSES
     assert waited_for[0] == "0" and waited_for[-1] == f"{3 * MOST_COURSES - 1}"
     spans_of(kept(made, 200.0))

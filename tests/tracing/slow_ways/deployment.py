@@ -21,6 +21,7 @@ import msgspec
 
 from prfaas.clock import MonotonicClock
 from prfaas.config import Deployment, load_deployment
+from prfaas.contracts.gateway_api import DRAIN_PATH
 from prfaas.contracts.trace_api import REQUESTS_PATH, FollowedRequest
 from prfaas.engine.emulated.pace import Scales
 from prfaas.launch.attached_process import attached_prefix
@@ -117,6 +118,11 @@ class SlowDeployment:
         url = f"{self.live.gateway_url}/prfaas/v1/explain"
         http = self.live.http
         return json.loads(await http.request("POST", url, timeout_s=PATIENCE_S, body=body))
+
+    async def drain(self, cluster: str, *, drained: bool) -> None:
+        url = f"{self.live.gateway_url}{DRAIN_PATH}"
+        body = json.dumps({"cluster": cluster, "drained": drained}).encode()
+        await self.live.http.request("POST", url, timeout_s=PATIENCE_S, body=body)
 
     # What is known --------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Ten requests that are slow for ten reasons: `prfaas trace` names the reason of each.
+"""Eleven requests that are slow for eleven reasons: `prfaas trace` names the reason of each.
 
 The only assertion is the cause that is named first. The faults are so large that on a busy machine
 everything else in the request is smaller.
@@ -24,6 +24,7 @@ from tests.tracing.slow_ways.conftest import Stage
 from tests.tracing.slow_ways.deployment import (
     FAR,
     LONG,
+    NEAR,
     SLOTS,
     TIME,
     SlowDeployment,
@@ -105,6 +106,33 @@ def test_a_full_queue(stage: Stage) -> None:
         async with stage.hosts.gateway() as live, queue(live, FAR_NODE, requests=8):
             answer = await live.ask(live.body(("queued", LONG // 4)))
             await live.check_cause(answer, "full queue")
+
+    stage.run(run())
+
+
+def test_no_node_that_may_decode(stage: Stage) -> None:
+    """The PD cluster is drained: the request waits, and no queue is full."""
+
+    async def run() -> None:
+        async with stage.hosts.gateway() as live:
+            await live.drain(NEAR, drained=True)
+            asking = asyncio.create_task(live.ask(live.body(("unserved", SHORT))))
+
+            async def has_waited() -> bool:
+                latest = await live.latest()
+                if latest is None or latest.request.total_s < ENOUGH_S:
+                    return False
+                assert latest.causes[0].kind == "not served", latest.causes
+                assert f"{NEAR} is drained" in latest.causes[0].text
+                return True
+
+            try:
+                await until(has_waited)
+                (home,) = (await live.live.state())["homes"]
+                assert (home["service"], home["reason"]) == ("unserved", f"{NEAR} is drained")
+            finally:
+                await live.drain(NEAR, drained=False)
+            await live.check_cause(await asking, "not served")
 
     stage.run(run())
 

@@ -6,6 +6,7 @@
 export const KEPT_S = 600;
 export const WINDOW_S = 15;
 
+const FAILED = ["failed", "broken", "shed"]; // outcomes that are the deployment's
 const PARTS = ["wait_s", "prefill_s", "transfer_s", "decode_s"];
 const SUMS = [
   "local",
@@ -162,6 +163,13 @@ export function samplesBefore(sample, requests, keptSeconds = KEPT_S) {
   return found.reverse();
 }
 
+/** As the gateway counts it: an error of the client is none of the deployment. */
+function countedAs(request) {
+  if (FAILED.includes(request.outcome)) return "failed";
+  if (request.outcome !== "completed" && request.ttft_s === null) return null;
+  return request.route === "remote" ? "remote" : "local";
+}
+
 function sampleWithout(sample, requests, at) {
   const before = {
     ...sample,
@@ -179,9 +187,9 @@ function sampleWithout(sample, requests, at) {
       for (const part of PARTS) before.ttft[part] -= request[part];
     }
     if (request.outcome === "in progress" || request.at_s + request.total_s <= at) continue;
-    const route =
-      request.outcome !== "completed" ? "failed" : request.route === "remote" ? "remote" : "local";
-    before[route] -= 1;
+    const counted = countedAs(request);
+    if (counted === null) continue;
+    before[counted] -= 1;
     before.prompt_tokens -= request.prompt_tokens;
     before.cached_tokens -= request.cached_tokens;
   }

@@ -38,6 +38,7 @@ async function streamStatus() {
 class LivePage {
   constructor() {
     this.store = new Store();
+    this.heardAt = null; // the page's own time of the latest message
     this.spoken = null; // the scene about which the status line has spoken last
     const onSelect = (selection) => this.store.select(selection);
     const formatTime = format.timeOfDay;
@@ -113,7 +114,7 @@ class LivePage {
       this.store.apply(JSON.parse(event.data));
     });
     source.addEventListener("error", () => {
-      this.tell("stale", "The gateway does not answer; the page tries again.");
+      this.tell("stale", this.silenceWords());
       // The browser reconnects by itself, except after a response that is not a stream.
       if (source.readyState === EventSource.CLOSED) this.reconnect();
     });
@@ -129,16 +130,16 @@ class LivePage {
   }
 
   heard() {
+    this.heardAt = Date.now() / 1000;
     this.tell("live", "live");
     clearTimeout(this.silence);
-    this.silence = setTimeout(
-      () =>
-        this.tell(
-          "stale",
-          `The gateway has sent nothing for ${SILENT_S} s; the page shows the last report.`,
-        ),
-      SILENT_S * 1000,
-    );
+    this.silence = setTimeout(() => this.tell("stale", this.silenceWords()), SILENT_S * 1000);
+  }
+
+  silenceWords() {
+    if (this.heardAt === null) return "The gateway does not answer; the page tries again.";
+    const since = format.timeOfDay(this.heardAt);
+    return `The gateway does not answer since ${since}; the page shows its last report.`;
   }
 
   tell(state, text) {
@@ -149,6 +150,11 @@ class LivePage {
     setAttribute(connection, "data-live", state);
     setAttribute(connection, "hidden", false);
     setText(connection, text);
+    const silence = state === "live" ? "" : text;
+    if (this.overview.silence !== silence) {
+      this.overview.silence = silence;
+      this.draw();
+    }
     if (was !== null && was !== state)
       this.layout.say([state === "live" ? "The gateway answers again." : text]);
   }

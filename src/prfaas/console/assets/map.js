@@ -136,6 +136,7 @@ function homeWords(home, policy) {
   if (home === undefined) return "";
   const waits =
     home.waiting > 0 ? ` · ${format.plural(home.waiting, "request waits", "requests wait")}` : "";
+  if (home.service === "unserved") return `not served${waits}`;
   if (!home.has_plan) return `no plan yet${waits}`;
   const threshold = home.threshold_tokens || home.planned_threshold_tokens;
   const from = `from ${format.tokens(threshold)} uncached`;

@@ -11,6 +11,7 @@ export class Overview {
   /** `windowSeconds`: the figures are those of so many seconds. */
   constructor(onSelect, windowSeconds = WINDOW_S) {
     this.windowSeconds = windowSeconds;
+    this.silence = ""; // why the scene is not that of now
     this.sentence = html("p", { class: "statement" });
     this.list = html("ul", { class: "problems", "aria-label": "Problems" });
     this.tilesList = html("dl", { class: "tiles" });
@@ -53,8 +54,10 @@ export class Overview {
   /** `index`: of the sample to show; the last one unless given. */
   draw(scene, samples, index = samples.length - 1) {
     const figures = figuresAt(samples, index, this.windowSeconds);
-    setText(this.sentence, words.statement(scene, figures, this.windowSeconds));
+    const stated = words.statement(scene, figures, this.windowSeconds);
+    setText(this.sentence, this.silence === "" ? stated : `As last reported: ${stated}`);
     const found = words.problems(scene);
+    if (this.silence !== "") found.unshift({ severity: "bad", text: this.silence, select: null });
     const shown = found.slice(0, MOST_PROBLEMS);
     if (found.length > shown.length) {
       shown.push({

@@ -46,6 +46,8 @@ const HOME = {
   prompt_tokens: 0,
   cached_tokens: 0,
   stateless_tokens: 0,
+  service: "served",
+  service_reason: "",
 };
 const TTFT = { first_tokens: 0, wait_s: 0, prefill_s: 0, transfer_s: 0, decode_s: 0 };
 const REQUEST = {

@@ -7,6 +7,19 @@ const MOST_NAMED = 3; // nodes of one cluster with the same problem; more of the
 
 /** What the system is doing: one or two sentences. */
 export function statement(scene, figures, windowSeconds = 15) {
+  return `${unservedWords(scene)}${figureWords(scene, figures, windowSeconds)}`;
+}
+
+function unservedWords(scene) {
+  const homes = [...scene.homes.values()];
+  const unserved = homes.filter((home) => home.service === "unserved");
+  if (unserved.length === 0) return "";
+  if (unserved.length === homes.length) return "No request can be served. ";
+  const names = unserved.map((home) => home.cluster).join(", ");
+  return `Requests of ${names} cannot be served. `;
+}
+
+function figureWords(scene, figures, windowSeconds) {
   const recently = `in the last ${format.duration(windowSeconds)}`;
   if (figures.requests === null) return "The first figures come within a few seconds.";
   if (figures.requests === 0 && scene.in_flight === 0)
@@ -102,7 +115,7 @@ export function nodeDescription(node, cluster) {
 
 /** What an operator should look at: {severity, text, select}, the worst first. */
 export function problems(scene) {
-  const found = [];
+  const found = [...scene.homes.values()].flatMap(serviceProblems);
   for (const [key, link] of scene.links) {
     if (link.verdict === "clear") continue;
     found.push({
@@ -113,7 +126,7 @@ export function problems(scene) {
   }
   for (const cluster of scene.clusters.values()) found.push(...clusterProblems(cluster));
   for (const home of scene.homes.values()) {
-    if (!home.has_plan) {
+    if (!home.has_plan && home.service === "served") {
       found.push({ severity: "warn", text: `${home.cluster} has no plan yet`, select: null });
     }
     if (home.waiting > 0) {
@@ -124,6 +137,19 @@ export function problems(scene) {
   }
   const rank = { bad: 0, warn: 1, note: 2 };
   return found.sort((one, other) => rank[one.severity] - rank[other.severity]);
+}
+
+/** "west is not served: no node of west decodes: both are lost" */
+function serviceWords(home) {
+  if (home.service === "served") return `${home.cluster} is served as planned again`;
+  const level = home.service === "unserved" ? "is not served" : "is served, but not as planned";
+  return `${home.cluster} ${level}: ${home.service_reason}`;
+}
+
+function serviceProblems(home) {
+  if (home.service === "served") return [];
+  const severity = home.service === "unserved" ? "bad" : "warn";
+  return [{ severity, text: serviceWords(home), select: null }];
 }
 
 function clusterProblems(cluster) {
@@ -164,6 +190,10 @@ function clusterProblems(cluster) {
 export function changes(before, after) {
   if (before === null) return [];
   const said = [];
+  for (const [cluster, home] of after.homes) {
+    const was = before.homes.get(cluster);
+    if (was !== undefined && was.service !== home.service) said.push(`${serviceWords(home)}.`);
+  }
   for (const [key, link] of after.links) {
     const was = before.links.get(key);
     if (was !== undefined && was.verdict !== link.verdict) {

@@ -121,6 +121,22 @@ def moves_between(before: Mapping[str, Moves], after: Mapping[str, Moves]) -> It
 
 
 def _home_events(before: HomeScene | None, home: HomeScene) -> Iterator[Happening]:
+    yield from _service_events(before, home)
+    yield from _plan_events(before, home)
+
+
+def _service_events(before: HomeScene | None, home: HomeScene) -> Iterator[Happening]:
+    if before is None or before.service == home.service:
+        return
+    if home.service == "served":
+        text = "is served as planned again"
+    else:
+        level = "is not served" if home.service == "unserved" else "is served, but not as planned"
+        text = f"{level}: {home.service_reason}"
+    yield Happening("cluster", f"{home.cluster} {text}.", home.cluster)
+
+
+def _plan_events(before: HomeScene | None, home: HomeScene) -> Iterator[Happening]:
     def plan(home: HomeScene) -> tuple[object, ...]:
         return (home.planned_threshold_tokens, home.planned_rps, home.plan_reason)
 

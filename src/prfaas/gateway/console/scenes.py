@@ -21,6 +21,7 @@ from prfaas.gateway.console.events import Moves
 from prfaas.gateway.console.recent import Counts, HomeCounts
 from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.fleet.member import Member
+from prfaas.gateway.home_services import HomeServices
 from prfaas.gateway.placement import home_of
 from prfaas.gateway.planning.prefix_copies import PrefixCopies
 from prfaas.gateway.router import Router
@@ -28,6 +29,7 @@ from prfaas.gateway.status import GatewayStatus
 from prfaas.scheduler.congestion import LinkVerdict
 from prfaas.scheduler.explain import Explanation
 from prfaas.scheduler.plan import Plan
+from prfaas.scheduler.service import Service
 from prfaas.scheduler.state import LinkState
 from prfaas.scheduler.view import LinkId, LinkView
 from prfaas.types import ClusterId
@@ -62,6 +64,7 @@ class GatewayScenes:
         copies: PrefixCopies,
         in_flight: Callable[[], int],
         clock: Clock,
+        services: HomeServices,
         gateways: Callable[[], Mapping[str, Any]] | None = None,
     ) -> None:
         """`gateways`: describes the gateways of the deployment, where there are several."""
@@ -71,11 +74,13 @@ class GatewayScenes:
         self._copies = copies
         self._in_flight = in_flight
         self._clock = clock
+        self._services = services
         self._gateways = gateways
         self._shares: dict[ClusterId, tuple[Plan, float]] = {}
 
     def scene(self, at_s: float, counts: Counts) -> Scene:
         fleet, now_s = self._fleet, self._clock.now()
+        services = self._services.all()
         nodes: dict[ClusterId, list[NodeScene]] = {c: [] for c in (*fleet.homes, *fleet.remotes)}
         for member in fleet.members:
             if member.cluster in nodes:
@@ -94,7 +99,7 @@ class GatewayScenes:
                 for cluster, found in nodes.items()
             ),
             links=tuple(self._links(now_s)),
-            homes=tuple(self._home(home, counts.homes) for home in fleet.homes),
+            homes=tuple(self._home(home, services[home], counts.homes) for home in fleet.homes),
             ttft=counts.ttft,
             in_flight=self._in_flight(),
             gateways=() if self._gateways is None else _gateway_lines(self._gateways()),
@@ -161,13 +166,17 @@ class GatewayScenes:
             for link_id, link in self._fleet.board.view(now_s, {}, {}, home).links.items():
                 yield _link(link_id, link, states.get(link_id) or LinkState())
 
-    def _home(self, home: ClusterId, counts: Mapping[str, HomeCounts]) -> HomeScene:
+    def _home(
+        self, home: ClusterId, service: Service, counts: Mapping[str, HomeCounts]
+    ) -> HomeScene:
         plan, state = self._router.plans.get(home), self._router.states[home]
         found = counts.get(home, _NO_COUNTS)
         # Requests that were refused before their home was known.
         unknown = counts.get("") if len(self._fleet.homes) == 1 else None
         return HomeScene(
             cluster=home,
+            service=service.level,
+            service_reason=_shown(service.reason) or "",
             has_plan=plan is not None,
             threshold_tokens=0.0
             if plan is None

@@ -109,14 +109,13 @@ class Dispatcher:
                     tenant=request.tenant,
                     home=home,
                     explains=trace.explains,
+                    waits=trace.waits,
                 )
                 trace.asked_s = self._clock.now()
                 booking = await self._router.place(placement, attempts.time_left_s())
                 trace.explanation = placement.explanation
                 trace.stateless_tokens = placement.stateless_tokens
-                course = trace.begin_attempt(
-                    booking.route, self._clock.now(), placement.waited_for, placement.transfer_s
-                )
+                course = trace.begin_attempt(booking.route, self._clock.now(), placement.transfer_s)
                 async with AsyncExitStack() as stack:
                     stack.callback(self._router.close, booking)
                     try:

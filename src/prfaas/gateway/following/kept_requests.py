@@ -180,9 +180,10 @@ def _count_chars(kept: KeptRequest) -> int:
 
 
 def _chars_of(trace: RequestTrace) -> int:
-    chars = len(trace.reason)
+    chars = len(trace.reason) + sum(len(wait.reason) for wait in trace.waits)
     for course in trace.courses:
-        chars += _ATTEMPT_CHARS + len(course.failure) + len(course.waited_for)
+        chars += _ATTEMPT_CHARS + len(course.failure)
+        chars += sum(len(wait.reason) for wait in course.waits)
     if trace.failures:
         chars += sum(map(len, trace.failures))
     return chars

@@ -13,10 +13,10 @@ so that a request has the same spans whenever it is looked up, and at the collec
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
-from prfaas.gateway.attempt_trace import AttemptTrace, Call
+from prfaas.gateway.attempt_trace import MOST_WAITS, AttemptTrace, Call, Wait
 from prfaas.gateway.following.kept_requests import IN_PROGRESS, KeptRequest
 from prfaas.gateway.request import RequestTrace
 from prfaas.scheduler.request import Route
@@ -105,13 +105,10 @@ class _Maker:
             base = trace.courses[-1].span_id if trace.courses else parent
             if ended_s is not None:
                 yield from self._back_off(_derived(base, 5), parent, ended_s, trace.asked_s)
-            yield self._span(
-                names.WAIT,
-                _derived(base, 4),
-                parent,
-                trace.asked_s,
-                self._kept.ended_s,
-                error=self._kept.error_text,
+            # The numbers 8 to 15 of the last attempt are those of its own waits.
+            ids = [_derived(base, number) for number in (4, *range(16, 16 + MOST_WAITS))]
+            yield from self._waits(
+                ids, parent, trace.asked_s, trace.waits, self._kept.ended_s, self._kept.error_text
             )
 
     def _wait(self, parent: str, course: AttemptTrace, ended_s: float | None) -> Iterator[Span]:
@@ -119,12 +116,32 @@ class _Maker:
         own = course.span_id
         if ended_s is not None:
             yield from self._back_off(_derived(own, 2), parent, ended_s, course.asked_s)
-        attributes: dict[str, Value] = {}
-        if course.waited_for:
-            attributes[names.REASON] = shown(course.waited_for)
-        yield self._span(
-            names.WAIT, _derived(own, 1), parent, course.asked_s, course.routed_s, attributes
-        )
+        ids = [_derived(own, number) for number in (1, *range(8, 8 + MOST_WAITS))]
+        yield from self._waits(ids, parent, course.asked_s, course.waits, course.routed_s)
+
+    def _waits(
+        self,
+        ids: Sequence[str],
+        parent: str,
+        asked_s: float,
+        waits: Sequence[Wait],
+        end_s: float,
+        error: str = "",
+    ) -> Iterator[Span]:
+        """One span for each thing that the request was held for, or one without a reason where it
+        was not held. The last one has the error."""
+        starts = [asked_s, *(wait.at_s for wait in waits[1:])]
+        ends = [*starts[1:], end_s]
+        for number, (start_s, until_s) in enumerate(zip(starts, ends, strict=True)):
+            attributes: dict[str, Value] = {}
+            if waits:
+                attributes[names.REASON] = shown(waits[number].reason)
+                if waits[number].cluster:
+                    attributes[names.CLUSTER] = waits[number].cluster
+            found = error if number == len(starts) - 1 else ""
+            yield self._span(
+                names.WAIT, ids[number], parent, start_s, until_s, attributes, error=found
+            )
 
     def _back_off(
         self, span_id: str, parent: str, ended_s: float, asked_s: float
