@@ -30,11 +30,12 @@ def two_remotes() -> Problem:
         problem(prfaas=3, pd=20),
         problem(prfaas=3, pd=2, bps=1e6),
         problem(prfaas=1, pd=12, fixed_prefill=0),
+        problem(prfaas=60, pd=60, bps=1e11),
         problem(prfaas=2, pd=12, fixed_prefill=3, fixed_threshold=700),
         problem(prfaas=0, pd=30),
         two_remotes(),
     ],
-    ids=["usual", "thin link", "no prefill", "fixed", "no remote", "two remotes"],
+    ids=["usual", "thin link", "no prefill", "one of many", "fixed", "no remote", "two remotes"],
 )
 def test_each_draw_is_planned_as_alone(given: Problem, reading: Reading) -> None:
     draws = Draws(

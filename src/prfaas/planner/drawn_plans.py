@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from prfaas.planner.curves import Array, WorkCurves
 from prfaas.planner.equations import eq5_theta_pd_d, per_share
-from prfaas.planner.optimise import allowed_rows
+from prfaas.planner.optimise import LOCAL_PREFILL_SHARE, allowed_rows
 from prfaas.planner.problem import Pool, Problem
 from prfaas.planner.profile import DecodeRate, PrefillProfile
 
@@ -71,8 +71,13 @@ def _best_split(problem: Problem, producers: _Producers, decode: _DecodeRates) -
         low, high = np.where(enough, low, middle + 1), np.where(enough, middle, high)
         low = np.minimum(low, high)
     fewer = np.maximum(low - 1, 0)
-    rates = [np.minimum(producers.best(n)[1], decode.rate(n)) for n in (fewer, low)]
-    return np.where(rates[0] >= rates[1], fewer, low)
+
+    def rates(n_prefill: Whole) -> Array:
+        return np.minimum(producers.best(n_prefill)[1], decode.rate(n_prefill))
+
+    best = np.where(rates(fewer) >= rates(low), fewer, low)
+    some = np.minimum(np.maximum(best, 1), problem.local.pool.instances - 1)
+    return np.where(rates(some) >= LOCAL_PREFILL_SHARE * rates(best), some, best)
 
 
 class _DecodeRates:

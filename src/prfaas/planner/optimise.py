@@ -3,6 +3,10 @@
 For a given number of local prefill instances, every threshold is evaluated at once. With more of
 them, producers only gain and decode only loses, so the optimum is where the two cross. A bisection
 finds it, with two candidates to compare, whatever the number of instances.
+
+A split without local prefill instances is chosen only where one with them would serve noticeably
+less (`LOCAL_PREFILL_SHARE`): with a local prefill instance requests are served as before when the
+PrfaaS clusters are lost, only fewer of them.
 """
 
 from __future__ import annotations
@@ -24,6 +28,9 @@ from prfaas.planner.equations import (
 from prfaas.planner.problem import Problem
 
 Rows = npt.NDArray[np.int64]
+
+# A split with local prefill instances is preferred where it serves this share of the largest rate.
+LOCAL_PREFILL_SHARE = 0.98
 
 
 class Choice(NamedTuple):
@@ -58,7 +65,8 @@ def stage_rates(problem: Problem, curves: WorkCurves, choice: Choice) -> Rates:
 
 
 def optimise(problem: Problem, curves: WorkCurves) -> Choice:
-    """The choice of largest Lambda_max; fixed variables keep their values."""
+    """The choice of largest Lambda_max, or the one with a local prefill instance if it comes close.
+    Fixed variables keep their values."""
     producers = Producers(problem, curves)
     fixed = problem.local.fixed_prefill
     if fixed is not None:
@@ -70,8 +78,16 @@ def optimise(problem: Problem, curves: WorkCurves) -> Choice:
             high = middle
         else:
             low = middle + 1
-    candidates = [producers.best(n) for n in (low - 1, low) if n >= 0]
-    return max(candidates, key=lambda choice: stage_rates(problem, curves, choice).lambda_max)
+
+    def lambda_max(choice: Choice) -> float:
+        return stage_rates(problem, curves, choice).lambda_max
+
+    best = max((producers.best(n) for n in (low - 1, low) if n >= 0), key=lambda_max)
+    if best.n_prefill or problem.local.pool.instances < 2:
+        return best
+    # The rate has one peak over the splits: beyond 0 none is better than 1.
+    some = producers.best(1)
+    return some if lambda_max(some) >= LOCAL_PREFILL_SHARE * lambda_max(best) else best
 
 
 class Producers:

@@ -4,6 +4,7 @@ share no code with the planner but the profile and the bytes of a prompt."""
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,8 +31,10 @@ class Means:
     instances: int
 
 
-def means(home: Home, reading: Reading) -> Means:
+def means(home: Home, reading: Reading, prefilling: Collection[str]) -> Means:
+    """The splits of the homes `prefilling` have at least one prefill instance."""
     problem = home.problem
+    least = int(home.cluster in prefilling)
     work, local = problem.workload, problem.local
     atoms = list(zip(work.new.tolist(), work.cached.tolist(), work.weight.tolist(), strict=True))
     thresholds = [0.0, *sorted(set(work.new.tolist()))]
@@ -65,7 +68,7 @@ def means(home: Home, reading: Reading) -> Means:
         bits=np.array([work_of(part, bits) for part in longs]),
         link_bps={r.pool.cluster: r.path.bps for r in problem.remotes},
         decode_rps=local.decode.bs_max / hold_s,
-        splits=list(range(local.pool.instances)) if fixed is None else [fixed],
+        splits=list(range(least, local.pool.instances)) if fixed is None else [fixed],
         instances=local.pool.instances,
     )
 
@@ -80,9 +83,11 @@ def best_local(home: Means, share: float) -> Array:
     return best
 
 
-def brute_force(problem: NetworkProblem, reading: Reading) -> float:
+def brute_force(
+    problem: NetworkProblem, reading: Reading, prefilling: Collection[str] = ()
+) -> float:
     """At most 2 x 2 clusters: every pair of thresholds with every split."""
-    homes = [means(home, reading) for home in problem.homes]
+    homes = [means(home, reading, prefilling) for home in problem.homes]
     shares = [home.share for home in problem.homes]
     if len(homes) == 1:  # a second one without traffic
         homes, shares = [homes[0], homes[0]], [shares[0], 0.0]
@@ -136,11 +141,13 @@ def _fits(rate: Array, use: Array, cap: Array, offers: npt.NDArray[np.bool_]) ->
     return np.asarray(fits & (load <= 1 + 1e-12))
 
 
-def mixed_integer(problem: NetworkProblem, reading: Reading) -> float:
+def mixed_integer(
+    problem: NetworkProblem, reading: Reading, prefilling: Collection[str] = ()
+) -> float:
     """Any number of clusters. Variables: the total rate; per home its prefill instances (integer),
     for each threshold whether it is used (binary) and the home's rate with it; per threshold and
     path the part of the home's requests that is sent there."""
-    homes = [means(home, reading) for home in problem.homes]
+    homes = [means(home, reading, prefilling) for home in problem.homes]
     pools = problem.prfaas_pools
     names: list[tuple[object, ...]] = [("total",)]
     for i, home in enumerate(homes):

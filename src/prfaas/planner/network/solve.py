@@ -2,8 +2,9 @@
 
 Three steps, each decides less and keeps what was decided before:
 
-1. The total rate (`search`): the global optimum. Homes that are not at a limit then grow on, which
-   decides their splits.
+1. The total rate (`search`): the global optimum, or one that comes close to it with a prefill
+   instance in a home that would have none (`optimise` prefers the same). Homes that are not at a
+   limit then grow on, which decides their splits.
 2. The thresholds: at these splits, where local prefill and PrfaaS clusters together are strongest
    (eq. 7), also where decode is the limit. One PD cluster has the same rule (`optimise`).
 3. The flows: as balanced as possible.
@@ -11,7 +12,7 @@ Three steps, each decides less and keeps what was decided before:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
@@ -21,8 +22,9 @@ from prfaas.planner.curves import Array, Atoms, Reading, WorkCurves, cut_workloa
 from prfaas.planner.network.flows import FlowProgram
 from prfaas.planner.network.plan import Binding, Flow, HomePlan, NetworkPlan, PrfaasPlan
 from prfaas.planner.network.problem import Home, NetworkProblem
-from prfaas.planner.network.search import GrowthSearch, fits, grow_in_turn, serves
+from prfaas.planner.network.search import GrowthSearch, Level, fits, grow_in_turn, serves
 from prfaas.planner.network.work import HomeWork, ThresholdWork
+from prfaas.planner.optimise import LOCAL_PREFILL_SHARE
 from prfaas.planner.problem import Pool
 from prfaas.planner.workload import Workload
 
@@ -46,13 +48,10 @@ class NetworkPlanner:
         return NetworkPlanner, (self.reading,)
 
     def solve(self, problem: NetworkProblem) -> NetworkPlan:
-        program = self._program(problem)
-        shares = _shares(problem)
-        all_homes = np.ones(len(shares), dtype=bool)
-        level = GrowthSearch(program, shares, all_homes).largest()
+        program, level = self._best(problem)
         if level.factor <= 0:
             self._raise_for_no_rate(problem)
-        rates = level.factor * shares
+        rates = level.factor * _shares(problem)
         reached, _ = grow_in_turn(program, rates)
         splits = _splits(program, reached)
         _, rows = grow_in_turn(program, rates, splits)
@@ -65,21 +64,17 @@ class NetworkPlanner:
 
     def rate_rps(self, problem: NetworkProblem, at_least: float = 0.0) -> float:
         """The largest total rate alone, without a plan. `at_least` is known to be possible."""
-        program = self._program(problem)
-        shares = _shares(problem)
-        all_homes = np.ones(len(shares), dtype=bool)
-        factor = GrowthSearch(program, shares, all_homes).largest(known=at_least).factor
-        self.programmes_solved += program.solved
-        return factor
+        _, level = self._best(problem, known=at_least)
+        return max(level.factor, at_least)
 
-    def work(self, home: Home) -> HomeWork:
+    def work(self, home: Home, least_prefill: int = 0) -> HomeWork:
         problem = home.problem
         profiles = tuple(remote.pool.profile for remote in problem.remotes)
         key = (id(problem.workload), problem.spec, problem.local.pool.profile, profiles)
         if key not in self._works:
             curves = self.curves(home)
             self._works[key] = ThresholdWork(curves, problem.local.pool.profile, profiles)
-        return HomeWork(home, self._works[key])
+        return HomeWork(home, self._works[key], least_prefill)
 
     def curves(self, home: Home) -> WorkCurves:
         workload, spec = home.problem.workload, home.problem.spec
@@ -90,8 +85,38 @@ class NetworkPlanner:
             self._curves[key] = (workload, made)
         return self._curves[key][1]
 
-    def _program(self, problem: NetworkProblem) -> FlowProgram:
-        return FlowProgram([self.work(home) for home in problem.homes], problem.prfaas_pools)
+    def _best(self, problem: NetworkProblem, known: float = 0.0) -> tuple[FlowProgram, Level]:
+        """The programme and the largest factor of the shares. Every home has a prefill instance,
+        unless all homes without one together cost too much: then the first of them have one."""
+        shares = _shares(problem)
+        all_homes = np.ones(len(shares), dtype=bool)
+        program = self._program(problem)
+        level = GrowthSearch(program, shares, all_homes).largest(known)
+        if level.factor <= 0:
+            self.programmes_solved += program.solved
+            return program, level
+        least_rps = LOCAL_PREFILL_SHARE * level.factor
+        rates = level.factor * shares
+        able = [number for number, home in enumerate(program.homes) if home.may_prefill]
+        without = [n for n in able if program.homes[n].n_prefill(float(rates[n])) == 0]
+        prefilling = {*able} - {*without}  # they have a prefill instance at this factor anyway
+        for number in without:
+            tried = self._program(problem, {*prefilling, number})
+            found = GrowthSearch(tried, shares, all_homes).largest()
+            self.programmes_solved += tried.solved
+            if found.factor >= least_rps:
+                prefilling.add(number)
+                level = found
+        self.programmes_solved += program.solved
+        return self._program(problem, prefilling), level
+
+    def _program(self, problem: NetworkProblem, prefilling: Collection[int] = ()) -> FlowProgram:
+        """With at least one prefill instance in each of the homes `prefilling`."""
+        homes = [
+            self.work(home, least_prefill=int(number in prefilling))
+            for number, home in enumerate(problem.homes)
+        ]
+        return FlowProgram(homes, problem.prfaas_pools)
 
     def _raise_for_no_rate(self, problem: NetworkProblem) -> None:
         stuck = []
@@ -121,7 +146,7 @@ def _splits(program: FlowProgram, rates: Array) -> list[int]:
         splits.append(split)
     for number, home in enumerate(program.homes):
         lone = splits[number] == home.local.pool.instances - 1
-        if lone and splits[number] > 0 and home.local.fixed_prefill is None:
+        if lone and splits[number] > home.least_prefill and home.local.fixed_prefill is None:
             fewer = [*splits[:number], splits[number] - 1, *splits[number + 1 :]]
             if serves(program, rates, fewer):
                 splits = fewer

@@ -72,11 +72,13 @@ class ThresholdWork:
 
 
 class HomeWork:
-    """A home at any rate: the split that it needs, and the thresholds that may be best."""
+    """A home at any rate: the split that it needs, and the thresholds that may be best. A split
+    that is not fixed has at least `least_prefill` prefill instances."""
 
-    def __init__(self, home: Home, work: ThresholdWork) -> None:
+    def __init__(self, home: Home, work: ThresholdWork, least_prefill: int = 0) -> None:
         self.home = home
         self.work = work
+        self.least_prefill = least_prefill
         self.decode_rps = _decode_rps(home.problem.local, home.problem.workload.output_tokens)
         self._fixed_row: int | None = None
         if not self.remotes:
@@ -95,10 +97,15 @@ class HomeWork:
         return self.home.problem.remotes
 
     @property
+    def may_prefill(self) -> bool:
+        """Whether a split with a prefill instance is possible and not fixed."""
+        return self.local.fixed_prefill is None and self.local.pool.instances > 1
+
+    @property
     def most_decode_rps(self) -> float:
         """The rate beyond which no split has enough decode instances."""
         fixed = self.local.fixed_prefill
-        return self.decode_limit_rps(0 if fixed is None else fixed)
+        return self.decode_limit_rps(self.least_prefill if fixed is None else fixed)
 
     def decode_limit_rps(self, n_prefill: int) -> float:
         return (self.local.pool.instances - n_prefill) * self.decode_rps
