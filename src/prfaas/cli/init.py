@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from prfaas.cli.init_answers import (
 from prfaas.config.host import KvdSection
 from prfaas.config.sizes import parse_bytes
 from prfaas.display.console import print_json
+from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import InputError
 from prfaas.launch.new_deployment.answers import (
     Answers,
@@ -41,8 +43,9 @@ from prfaas.launch.new_deployment.host_files import (
     state_command,
     summarise_host,
 )
-from prfaas.launch.preparation import EMULATED_BLOCK_TOKENS
+from prfaas.launch.preparation import EMULATED_BLOCK_TOKENS, emulated_deployment
 from prfaas.launch.services.places import MODEL_FOLDER
+from prfaas.studies.network_plans import NetworkStudy
 
 _PORTS = Ports()
 _FILE = click.Path(path_type=Path)
@@ -262,6 +265,7 @@ def init(
     check_tenants(tenants)
     clusters = read_clusters(flags)
     designed, clusters = design(flags, clusters)
+    check_design(designed)
     first = next(one.hosts[0] for one in clusters if one.kind == "pd")
     answers = Answers(
         clusters=clusters,
@@ -271,17 +275,22 @@ def init(
         model=model_on_hosts(flags, designed),
         name=designed.model.name,
         tenants=list(tenants) or ["default"],
-        catalogs=list(catalog_files(designed)) if engine == "emulated" else [],
         memory=memory,
         ports=Ports(kvd_port, kvd_http_port, node_port, gateway_port),
         all_addresses=all_addresses,
         days=days,
     )
-    if engine == "emulated":
-        answers = msgspec.structs.replace(answers, block_tokens=EMULATED_BLOCK_TOKENS)
-    answers.check()
-    check_design(designed)
-    write_deployment(folder, answers, designed, force=force)
+    with tempfile.TemporaryDirectory(prefix="prfaas-") as made:
+        if engine == "emulated":
+            study = NetworkStudy(Path("deployment"), "exact")
+            designed = emulated_deployment(designed, study, Path(made), Scales())
+            answers = msgspec.structs.replace(
+                answers,
+                block_tokens=EMULATED_BLOCK_TOKENS,
+                catalogs=list(catalog_files(designed)),
+            )
+        answers.check()
+        write_deployment(folder, answers, designed, force=force)
     _show(_summary(folder, answers, answers.instances), as_json=as_json, is_new=True)
 
 
