@@ -6,6 +6,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
@@ -45,6 +46,8 @@ from prfaas.launch.new_deployment.host_files import (
 )
 from prfaas.launch.preparation import EMULATED_BLOCK_TOKENS, emulated_deployment
 from prfaas.launch.services.places import MODEL_FOLDER
+from prfaas.planner.lost_sites import served
+from prfaas.scheduler.plan import hardware_for
 from prfaas.studies.network_plans import NetworkStudy
 
 _PORTS = Ports()
@@ -61,6 +64,9 @@ class Summary(msgspec.Struct, frozen=True):
     hosts: list[HostSummary]
     request: str  # a command line that sends a request
     state: str  # a command line that shows the state of the deployment
+    # Of a new deployment: what it serves, and what is left without each PrfaaS cluster.
+    capacity_rps: float | None = None
+    lost_sites: list[dict[str, Any]] = []
 
 
 @click.command()
@@ -265,7 +271,7 @@ def init(
     check_tenants(tenants)
     clusters = read_clusters(flags)
     designed, clusters = design(flags, clusters)
-    check_design(designed)
+    capacity = served(hardware_for(designed.scheduler.policy, check_design(designed)))
     first = next(one.hosts[0] for one in clusters if one.kind == "pd")
     answers = Answers(
         clusters=clusters,
@@ -291,7 +297,13 @@ def init(
             )
         answers.check()
         write_deployment(folder, answers, designed, force=force)
-    _show(_summary(folder, answers, answers.instances), as_json=as_json, is_new=True)
+    summary = _summary(folder, answers, answers.instances)
+    summary = msgspec.structs.replace(
+        summary,
+        capacity_rps=capacity.rps,
+        lost_sites=[lost.as_dict() for lost in capacity.lost_sites],
+    )
+    _show(summary, as_json=as_json, is_new=True, capacity=capacity.in_words)
 
 
 def _change(folder: Path, added_host: str | None, *, as_json: bool) -> None:
@@ -342,7 +354,7 @@ def _summary(folder: Path, answers: Answers, instances: Sequence[Instance]) -> S
     )
 
 
-def _show(summary: Summary, *, as_json: bool, is_new: bool) -> None:
+def _show(summary: Summary, *, as_json: bool, is_new: bool, capacity: str = "") -> None:
     if as_json:
         print_json(msgspec.to_builtins(summary))
         return
@@ -363,6 +375,8 @@ def _show(summary: Summary, *, as_json: bool, is_new: bool) -> None:
         click.echo(f"  {host.copy}")
         for one in host.commands:
             click.echo(f"    {one.command}")
+    if capacity:
+        click.echo(f"\n{capacity}")
     if is_new:
         click.echo(f"\nSend a request:\n  {summary.request}")
         click.echo(f"\nShow the state of the deployment:\n  {summary.state}")
