@@ -35,6 +35,11 @@ class Tried(NamedTuple):
     instances: int
 
 
+class Rate(NamedTuple):
+    rps: float
+    worth: float  # what rates are compared by: with local prefill, the rate / 0.98
+
+
 class Exhaustive:
     """Tries all counts of one market. Its workload is the coarse one that the search uses."""
 
@@ -68,15 +73,20 @@ class Exhaustive:
 
     def rates(
         self, here: Build, there: Build | None, n_locals: int, n_remote: int, bps: float
-    ) -> list[float]:
+    ) -> list[Rate]:
         """Lambda_max for 1, 2, ... `n_locals` local instances."""
         made = [self.producers(here, there, n, n_remote, bps) for n in range(n_locals)]
         if made and (there is None or n_remote == 0):
             made[0] = 0.0
-        return [
-            max(min(made[n], self.decode_rps(here, total - n)) for n in range(total))
-            for total in range(1, n_locals + 1)
-        ]
+        found = []
+        for total in range(1, n_locals + 1):
+            splits = [min(made[n], self.decode_rps(here, total - n)) for n in range(total)]
+            some = max(splits[1:], default=0.0)
+            if some >= 0.98 * max(splits):
+                found.append(Rate(some, some / 0.98))
+            else:
+                found.append(Rate(max(splits), max(splits)))
+        return found
 
     def ranked(self) -> list[Tried]:
         """The best deployment of two sites of each pair of accelerators, best first."""
@@ -102,7 +112,7 @@ class Exhaustive:
             for count, rate in enumerate(
                 self.rates(place.build, None, self._most(place), 0, 1.0), 1
             ):
-                served, usd = rate * market.utilisation, self._usd(place, count)
+                served, usd = rate.rps * market.utilisation, self._usd(place, count)
                 if market.budget_usd is not None and served and usd <= market.budget_usd + 1e-9:
                     found.append((-_digits(served), usd))
                 if market.rate_rps is not None and served >= market.rate_rps * (1 - 1e-9):
@@ -122,20 +132,21 @@ class Exhaustive:
             rates = self.rates(here.build, there.build, n_locals, n_remote, link.bps)
             for n_local, rate in enumerate(rates, start=1):
                 usd = link.usd_per_hour + self._usd(here, n_local) + self._usd(there, n_remote)
-                served = rate * market.utilisation
+                served = rate.rps * market.utilisation
                 gpus = n_local * here.build.gpus + n_remote * there.build.gpus
                 size = (gpus, n_local + n_remote)
                 if market.budget_usd is not None:
-                    idle = rate <= alone[n_local - 1] * (1 + 1e-9)
+                    idle = rate.rps <= alone[n_local - 1].rps * (1 + 1e-9)
                     if usd > market.budget_usd + 1e-9 or idle:
                         continue
-                    order: tuple[float, ...] = (-_digits(served), round(usd, 6), *size)
+                    worth = _digits(rate.worth * market.utilisation)
+                    order: tuple[float, ...] = (-worth, round(usd, 6), *size)
                 else:
                     assert market.rate_rps is not None
-                    suffices = alone[n_local - 1] * market.utilisation >= market.rate_rps
+                    suffices = alone[n_local - 1].rps * market.utilisation >= market.rate_rps
                     if served < market.rate_rps * (1 - 1e-9) or suffices:
                         continue
-                    order = (round(usd, 6), *size, -_digits(served))
+                    order = (round(usd, 6), *size, -_digits(rate.worth))
                 choice = Choice(here.build.title, n_local, there.build.title, n_remote, link.gbps)
                 yield Tried(order, choice, served, usd, *size)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from prfaas.catalog import Catalog
 from prfaas.cli.main import cli
 from prfaas.config import load_deployment
 from prfaas.config.host import load_host_config
@@ -61,6 +62,7 @@ def test_only_the_owner_reads_secrets_and_enters_folders(prfaas: Run, toy: list[
     }
     assert public == {
         *("ca.pem", "cert.pem", "host.toml", "host-2.toml", "deployment.toml", "catalog.toml"),
+        "catalog-2.toml",
         "init.json",
     }
 
@@ -193,6 +195,33 @@ def test_a_plan_gives_model_traffic_hardware_and_links(
     assert (config.node.emulated.accelerator, config.node.emulated.gpus) == ("h200", 8)
     missing = prfaas("init", "other", *options, "--pd", "pd=10.0.0.1")
     assert "--prfaas: the plan's cluster 'prfaas' has no hosts" in missing.err
+
+
+def test_emulated_hosts_have_the_times_of_an_estimated_plan(
+    prfaas: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan = CASE_STUDY.with_name("qwen3.5_h200_h20.toml")
+    hosts = ("--pd", "pd=10.0.0.1,10.0.0.2", "--prfaas", "prfaas=10.1.0.1")
+    result = prfaas("init", "deploy", "--plan", plan, "--engine", "emulated", *hosts)
+    assert result.code == 0, result.err
+    for host, place in (("10.0.0.1", ("h20", 8)), ("10.1.0.1", ("h200", 8))):
+        folder = Path("deploy/hosts") / host
+        emulated = load_host_config(folder / "host.toml").node.emulated
+        assert (emulated.accelerator, emulated.gpus) == place
+        catalog = Catalog.builtin().extended([Path(name) for name in emulated.catalog])
+        record = catalog.profile("qwen3.5-397b-a17b", *place)
+        assert record is not None and record.status == "estimated"
+        assert bool(record.decode) == (place == ("h20", 8)), "only PD nodes decode"
+
+
+def test_hardware_that_nobody_has_measured(prfaas: Run, toy: list[object]) -> None:
+    del toy
+    model = ("--engine", "emulated", "--model", "qwen3-4b", "--gbps", "10")
+    known = prfaas("init", "deploy", *model, *HOSTS, "--accelerator", "b200", "--gpus", "1")
+    assert known.code == 0, known.err
+    unknown = prfaas("init", "other", *model, *HOSTS, "--accelerator", "x", "--gpus", "1")
+    assert unknown.code == 2 and ".accelerator: " in unknown.err
 
 
 class Terminal(io.StringIO):

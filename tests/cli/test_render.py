@@ -33,6 +33,17 @@ def test_the_command_writes_every_cluster_and_shows_how_to_apply_it(
     assert (folder / "keys/member.key").read_text().split()[:1] == before
 
 
+def test_an_estimated_plan_is_rendered(prfaas: Callable[..., Result], tmp_path: Path) -> None:
+    pytest.importorskip("yaml", reason="PyYAML is not installed")
+    plan = CONFIGS / "qwen3.5_h200_h20.toml"
+    words = ("render", "kubernetes", plan, "--out", tmp_path / "k8s", "--engine", "emulated")
+    result = prfaas(*words, *ADDRESS)
+    assert result.code == 0, result.err
+    for cluster in ("pd", "prfaas"):
+        catalog = (tmp_path / "k8s" / cluster / "base/catalog.toml").read_text()
+        assert catalog.count('status = "estimated"') == 2
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [

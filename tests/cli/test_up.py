@@ -94,6 +94,29 @@ def test_serves_until_stopped_and_leaves_nothing(
         call("GET", f"{url}/health")
 
 
+@pytest.mark.slow
+def test_an_estimated_plan_is_served(tmp_path: Path) -> None:
+    """No profile of the H20 is published, and the weights are not of the model's own format."""
+    file = tmp_path / "estimated.toml"
+    whole = load_deployment(CASE_STUDY.with_name("qwen3.5_h200_h20.toml"))
+    clusters = [msgspec.structs.replace(one, gpus=8) for one in whole.clusters]
+    file.write_text(deployment_toml(msgspec.structs.replace(whole, clusters=clusters)))
+    process = Process(
+        "up", str(file), "--engine", "emulated", *SCALES, "--port", "0",
+        "--logs", str(tmp_path / "run"),
+    )  # fmt: skip
+    try:
+        url = process.find(r"serving \S+ at (http://\S+)")
+        prompt = {"prompt": list(range(100)) * 300, "max_tokens": 3, "return_token_ids": True}
+        status, answer = call("POST", f"{url}/v1/completions", prompt)
+        assert status == 200 and len(answer["choices"][0]["token_ids"]) == 3
+    finally:
+        os.kill(process.popen.pid, signal.SIGINT)
+        process.popen.wait(60)
+        process.kill()
+    wait_until(lambda: not descendants(tmp_path / "run"))
+
+
 @pytest.mark.slow  # one more start of everything
 def test_a_child_that_dies_is_named_with_its_last_words(up: Process, tmp_path: Path) -> None:
     up.find(r"serving \S+ at (http://\S+)")

@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from prfaas.catalog import Catalog
 from prfaas.clock import MonotonicClock
 from prfaas.config.deployment import Deployment
 from prfaas.engine.emulated.pace import Scales
@@ -147,8 +146,8 @@ async def test_predictions_follow_nodes_that_are_slower_than_their_profile(
     take. How near it comes on an idle machine is the business of `prfaas bench agree`."""
     stated = slow.deployment()
     file = tmp_path / "catalog.toml"
-    spec = problem(stated).spec
-    file.write_text(scaled_catalog(stated, Catalog.builtin(), spec, Scales(time=1 / SLOWER)))
+    scales = Scales(time=1 / SLOWER)
+    file.write_text(scaled_catalog(stated.model.name, [problem(stated)], scales))
     made = msgspec.structs.replace(stated, catalog=[str(file)])
 
     async with serving(made) as backend:

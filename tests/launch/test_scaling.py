@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -11,7 +12,10 @@ from prfaas.config import load_deployment
 from prfaas.config.write import deployment_toml
 from prfaas.engine.emulated.pace import Scales, scaled_spec
 from prfaas.errors import InputError
+from prfaas.launch.preparation import emulated_deployment
 from prfaas.launch.scaling import scaled_catalog, scaled_deployment
+from prfaas.planner.alone import alone_rps
+from prfaas.planner.profile import PrefillTime
 from prfaas.scheduler.homes.plans import solve_network
 from prfaas.studies.network_plans import NetworkStudy
 from prfaas.studies.problem_files import Study
@@ -25,9 +29,7 @@ def test_rates_times_and_splits(tmp_path: Path) -> None:
     deployment = load_deployment(CASE_STUDY)
     study = Study(CASE_STUDY, "exact")
     problem = study.problem(deployment)
-    (tmp_path / "catalog.toml").write_text(
-        scaled_catalog(deployment, study.catalog(deployment), problem.spec, SCALES)
-    )
+    (tmp_path / "catalog.toml").write_text(scaled_catalog(deployment.model.name, [problem], SCALES))
     text = 'catalog = ["catalog.toml"]\n' + deployment_toml(scaled_deployment(deployment, SCALES))
     (tmp_path / "small.toml").write_text(text)
     small_study = Study(tmp_path / "small.toml", "exact")
@@ -54,6 +56,33 @@ def test_rates_times_and_splits(tmp_path: Path) -> None:
     assert little.egress_bps == pytest.approx(egress, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    "name", ["qwen3.5_h200_h20", "mimo_mi300x_h200", "kimi_linear_b200_rtxpro"]
+)
+def test_estimated_times_are_those_of_the_plan(name: str, tmp_path: Path) -> None:
+    """Weights of another format, times of which only some are estimated, and steps that are."""
+    file = CASE_STUDY.with_name(f"{name}.toml")
+    scales = Scales(time=0.25, output=1 / 8)
+    deployment = load_deployment(file)
+    given = NetworkStudy(file, "exact")
+    made = emulated_deployment(deployment, given, tmp_path, scales)
+    large, small = given.problem(deployment), Study(tmp_path / "made.toml", "exact").problem(made)
+
+    def seconds(points: Sequence[PrefillTime]) -> list[float]:
+        return [point.seconds for point in points]
+
+    for pool, little in zip(large.pools, small.pools, strict=True):
+        points = seconds(little.profile.points)
+        assert points == pytest.approx([s / 4 for s in seconds(pool.profile.points)])
+    decode, emulated = large.local.decode, small.local.decode
+    assert emulated.bs_max == decode.bs_max
+    assert emulated.t_decode_s == pytest.approx(2 * decode.t_decode_s)
+    assert small.local.decode_provenance.startswith("estimated: ")
+    assert small.local.decode_error is not None
+    rates = [alone_rps(problem) for problem in (large, small)]
+    assert rates[1] == pytest.approx(4 * rates[0])
+
+
 def test_constants_in_seconds_shrink_with_time() -> None:
     deployment = load_deployment(CASE_STUDY)
     rules, small = deployment.scheduler, scaled_deployment(deployment, SCALES).scheduler
@@ -66,9 +95,8 @@ def test_constants_in_seconds_shrink_with_time() -> None:
 def test_bytes_that_would_vanish() -> None:
     deployment = load_deployment(CASE_STUDY)
     study = Study(CASE_STUDY, "exact")
-    spec = study.problem(deployment).spec
     with pytest.raises(InputError, match="--byte-scale"):
-        scaled_catalog(deployment, study.catalog(deployment), spec, Scales(bytes=1e-4))
+        scaled_catalog("case-study-1t", [study.problem(deployment)], Scales(bytes=1e-4))
 
 
 def test_workloads_of_pd_clusters_are_scaled(tmp_path: Path) -> None:
@@ -76,9 +104,8 @@ def test_workloads_of_pd_clusters_are_scaled(tmp_path: Path) -> None:
     deployment = load_deployment(file)
     large = NetworkStudy(file, "exact")
     problem = large.network(deployment)
-    spec = problem.homes[0].problem.spec
     (tmp_path / "catalog.toml").write_text(
-        scaled_catalog(deployment, large.catalog(deployment), spec, SCALES)
+        scaled_catalog("case-study-1t", [home.problem for home in problem.homes], SCALES)
     )
     small = msgspec.structs.replace(scaled_deployment(deployment, SCALES), catalog=["catalog.toml"])
     study = NetworkStudy(tmp_path / "small.toml", "exact")

@@ -15,6 +15,7 @@ from prfaas.advisor.verdict import Verdict, judge
 from prfaas.advisor.work import TrafficWork, coarsened
 from prfaas.errors import InputError
 from prfaas.planner.comparison import Planner, Solution
+from prfaas.planner.lost_sites import LostSite, lost_sites
 
 SINGLES = 3  # clusters without PrfaaS that are shown
 
@@ -32,6 +33,7 @@ class Assessed:
     gain: float | None  # over the best without PrfaaS; None: there is none
     over_single: float | None  # gain over the best PD cluster of one accelerator
     certainty: Certainty | None  # of the gain; None: nothing to be unsure of
+    lost_sites: tuple[LostSite, ...]  # what it serves without its PrfaaS cluster, if it has one
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,9 @@ class _Describer:
             gain=over,
             over_single=None if self._single is None else gain_over(option, self._single, market),
             certainty=sure,
+            lost_sites=lost_sites(
+                problem, self._planner.curves, solution.lambda_max_rps, solution.n_prefill
+            ),
         )
 
     def _needed_bps(self, option: Option, solution: Solution) -> float:

@@ -121,7 +121,7 @@ class _Compared:
             return single_rate(local, option.local.instances)
         remote = self._work(option.remote.place.build, factors)
         counts = (option.local.instances, option.remote.instances)
-        return prfaas_rate(local, remote, self._traffic.long_bits, *counts, option.link.bps)
+        return prfaas_rate(local, remote, self._traffic.long_bits, *counts, option.link.bps).rps
 
     def _work(self, build: Build, factors: Factors) -> BuildWork:
         decode = self._decode(build.decode, factors.get(("decode", build), 1.0))

@@ -1,9 +1,9 @@
 """Whole numbers of instances of given builds and a given link: the best for the money or the rate.
 
-The rate never falls with the number of instances on either side. So with a budget only one number
-of remote instances matters for each number of local ones: the most that the rest of the money pays
-for. With a rate to be served, the number of local prefill instances determines the threshold, and
-the threshold the least number of remote instances.
+The worth of the rate never falls with the number of instances on either side. So with a budget only
+one number of remote instances matters for each number of local ones: the most that the rest of the
+money pays for. With a rate to be served, the number of local prefill instances determines the
+threshold, and the threshold the least number of remote instances.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from prfaas.advisor.goal import GoalCheck
 from prfaas.advisor.market import LinkChoice, Market, Place
 from prfaas.advisor.option import Group, Option, better
-from prfaas.advisor.work import BuildWork, TrafficWork, prfaas_rate, single_rate
+from prfaas.advisor.work import PairRate, TrafficWork, prfaas_rate, single_rate
 
 _ROUNDING = 1e-9
 
@@ -34,8 +34,9 @@ class Counts:
     def pair(
         self, here: Place, there: Place, link: LinkChoice, limit: float | None
     ) -> Option | None:
-        """The best deployment of two sites. It must reach `limit`: a rate with a budget, a cost
-        with a rate. None: there is no such deployment, or the remote site would be idle."""
+        """The best deployment of two sites. It must reach `limit`: the worth of a rate with a
+        budget, a cost with a rate. None: there is no such deployment, or the remote site would be
+        idle."""
         if self._goal is not None and self._goal.hopeless(here, there, link):
             return None
         if self._market.budget_usd is not None:
@@ -56,61 +57,53 @@ class Counts:
     def _pairs_for_budget(
         self, here: Place, there: Place, link: LinkChoice, floor: float
     ) -> Iterator[Option]:
-        """Divides the numbers of local instances into ranges. No deployment of a range is faster
-        than one with the most local and the most remote instances of the range, so that most
+        """Divides the numbers of local instances into ranges. No deployment of a range is worth
+        more than one with the most local and the most remote instances of the range, so that most
         ranges need not be looked into."""
         assert self._market.budget_usd is not None
         usd = self._market.budget_usd - link.usd_per_hour
-        local, remote = self._traffic.of(here.build), self._traffic.of(there.build)
+        local = self._traffic.of(here.build)
         if usd < -_ROUNDING:
             return
         most = int(here.supply.most_gpus(np.array(usd))) // here.build.gpus
         gpus = np.arange(0.0, most + 1) * here.build.gpus
         n_remotes = there.supply.most_gpus(usd - here.supply.cost(gpus)) // there.build.gpus
 
-        def fastest(first: int, last: int) -> float:
-            n_remote = int(n_remotes[first])
-            if n_remote < 1:
-                return 0.0
-            return prfaas_rate(local, remote, self._traffic.long_bits, last, n_remote, link.bps)
+        def most_worth(first: int, last: int) -> float:
+            far = Group(there, int(n_remotes[first]))
+            return self._rate(Group(here, last), far, link).worth if far.instances >= 1 else 0.0
 
-        ranges = [(-fastest(1, most), 1, most)] if most else []
+        ranges = [(-most_worth(1, most), 1, most)] if most else []
         while ranges:
-            rate, first, last = heapq.heappop(ranges)
-            rate = -rate
-            if rate == 0 or rate * self._market.utilisation < floor * (1 - _ROUNDING):
+            negative, first, last = heapq.heappop(ranges)
+            if not negative or -negative * self._market.utilisation < floor * (1 - _ROUNDING):
                 return  # this was the most promising range
             if first < last:
                 middle = (first + last) // 2
                 for part in ((first, middle), (middle + 1, last)):
-                    heapq.heappush(ranges, (-fastest(*part), *part))
+                    heapq.heappush(ranges, (-most_worth(*part), *part))
                 continue
-            n_remote = int(n_remotes[first])
+            near, far = Group(here, first), Group(there, int(n_remotes[first]))
+            rate = self._rate(near, far, link)
             if self._goal is None:
-                if rate <= single_rate(local, first) * (1 + _ROUNDING):
+                if rate.rps <= single_rate(local, first) * (1 + _ROUNDING):
                     continue  # the remote site would have nothing to do
-                n_remote = self._least_remote(local, remote, first, n_remote, link, rate)
-            option = self._option(Group(here, first), Group(there, n_remote), link, rate, floor)
+                far = self._fewest(near, far, link, rate)
+                rate = self._rate(near, far, link)
+            option = self._option(near, far, link, rate, floor * rate.rps / rate.worth)
             if option is not None:
-                floor = max(floor, option.rate_rps)
+                floor = max(floor, option.worth)
                 yield option
 
-    def _least_remote(
-        self,
-        local: BuildWork,
-        remote: BuildWork,
-        n_local: int,
-        n_remote: int,
-        link: LinkChoice,
-        rate: float,
-    ) -> int:
-        """The fewest remote instances with which the rate stays the same."""
-        low, high = 1, n_remote
+    def _fewest(self, near: Group, far: Group, link: LinkChoice, rate: PairRate) -> Group:
+        """The fewest remote instances with which the rate is worth as much."""
+        low, high = 1, far.instances
         while low < high:
             middle = (low + high) // 2
-            found = prfaas_rate(local, remote, self._traffic.long_bits, n_local, middle, link.bps)
-            low, high = (low, middle) if found >= rate * (1 - _ROUNDING) else (middle + 1, high)
-        return low
+            found = self._rate(near, replace(far, instances=middle), link)
+            enough = found.worth >= rate.worth * (1 - _ROUNDING)
+            low, high = (low, middle) if enough else (middle + 1, high)
+        return replace(far, instances=low)
 
     # With a rate ----------------------------------------------------------------------------------
 
@@ -137,7 +130,8 @@ class Counts:
                 continue
             near = Group(here, n_decode + int(n_prefills[index]))
             least = int(fewest[index])
-            for n_remote in range(least, self._tried(least) + 1):
+            # One more where a local prefill instance takes the last requests from the rate.
+            for n_remote in range(least, max(self._tried(least), least + 1) + 1):
                 far = Group(there, n_remote)
                 cost = near.usd_per_hour + far.usd_per_hour + link.usd_per_hour
                 if cost > ceiling + _ROUNDING or not _for_sale(near, far):
@@ -149,10 +143,17 @@ class Counts:
                     break
 
     def _serving(self, near: Group, far: Group, link: LinkChoice) -> Option | None:
+        """None if the split that the planner chooses does not serve the rate."""
+        assert self._market.rate_rps is not None
+        rate = self._rate(near, far, link)
+        if rate.rps * self._market.utilisation < self._market.rate_rps * (1 - _ROUNDING):
+            return None
+        return self._option(near, far, link, rate, self._market.rate_rps)
+
+    def _rate(self, near: Group, far: Group, link: LinkChoice) -> PairRate:
         local, remote = (self._traffic.of(group.place.build) for group in (near, far))
         bits = self._traffic.long_bits
-        rate = prfaas_rate(local, remote, bits, near.instances, far.instances, link.bps)
-        return self._option(near, far, link, rate, self._market.rate_rps or 0.0)
+        return prfaas_rate(local, remote, bits, near.instances, far.instances, link.bps)
 
     # One PD cluster -------------------------------------------------------------------------------
 
@@ -176,7 +177,7 @@ class Counts:
             rate = single_rate(work, count)
             if rate * self._market.utilisation < floor * (1 - _ROUNDING):
                 return  # fewer instances are never faster
-            option = self._option(group, None, None, rate, floor)
+            option = self._option(group, None, None, PairRate(rate, local_prefill=True), floor)
             if option is not None:
                 yield option
                 if self._market.rate_rps is not None:
@@ -189,10 +190,16 @@ class Counts:
         return needed if self._goal is None else 2 * needed + 4
 
     def _option(
-        self, local: Group, remote: Group | None, link: LinkChoice | None, rate: float, floor: float
+        self,
+        local: Group,
+        remote: Group | None,
+        link: LinkChoice | None,
+        rate: PairRate,
+        floor: float,
     ) -> Option | None:
         """The deployment with this largest rate. None: a TTFT goal fails at the floor."""
-        option = Option(local, remote, link, rate, rate * self._market.utilisation)
+        sustained_rps = rate.rps * self._market.utilisation
+        option = Option(local, remote, link, rate.rps, sustained_rps, rate.local_prefill)
         if self._goal is None:
             return option
         sustained = self._goal.sustained(option, floor)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from prfaas.advisor.market import LinkChoice, Market, Place, Supply
+from prfaas.advisor.work import worth
 from prfaas.planner.problem import Local, Path, Pool, Problem, Remote
 
 
@@ -47,6 +48,11 @@ class Option:
     link: LinkChoice | None
     lambda_max_rps: float
     rate_rps: float  # sustained: within the utilisation, and within the TTFT goal if there is one
+    local_prefill: bool = True  # an instance of the PD cluster prefills
+
+    @property
+    def worth(self) -> float:
+        return worth(self.rate_rps, self.local_prefill)
 
     @property
     def usd_per_hour(self) -> float:
@@ -84,6 +90,10 @@ class Separate:
         return self.first.rate_rps + self.second.rate_rps
 
     @property
+    def worth(self) -> float:
+        return self.first.worth + self.second.worth
+
+    @property
     def lambda_max_rps(self) -> float:
         return self.first.lambda_max_rps + self.second.lambda_max_rps
 
@@ -109,16 +119,17 @@ Alternative: TypeAlias = Option | Separate
 
 
 def better(one: Alternative, other: Alternative, market: Market) -> bool:
-    """With a budget: the larger rate, then the lower cost. With a rate: the lower cost. Then fewer
-    GPUs, fewer instances, and the larger rate. Differences by rounding do not count."""
-    same_rate = abs(one.rate_rps - other.rate_rps) <= 1e-9 * other.rate_rps
-    if market.budget_usd is not None and not same_rate:
-        return one.rate_rps > other.rate_rps
+    """With a budget: the rate of larger worth, then the lower cost. With a rate: the lower cost.
+    Then fewer GPUs, fewer instances, and the rate of larger worth. Differences by rounding do not
+    count."""
+    same_worth = abs(one.worth - other.worth) <= 1e-9 * other.worth
+    if market.budget_usd is not None and not same_worth:
+        return one.worth > other.worth
     if abs(one.usd_per_hour - other.usd_per_hour) > 1e-9:
         return one.usd_per_hour < other.usd_per_hour
     if (one.gpus, one.instances) != (other.gpus, other.instances):
         return (one.gpus, one.instances) < (other.gpus, other.instances)
-    return one.rate_rps > other.rate_rps and not same_rate
+    return one.worth > other.worth and not same_worth
 
 
 def gain_over(option: Option, other: Alternative, market: Market) -> float | None:

@@ -46,6 +46,7 @@ def assessed_as_dict(assessed: Assessed) -> dict[str, Any]:
         "rate_rps": option.rate_rps,
         "lambda_max_rps": option.lambda_max_rps,
         "bottleneck": solution.bottleneck,
+        "lost_sites": [lost.as_dict() for lost in assessed.lost_sites],
         "ttft_p50_s": None if ttft is None else ttft.p50_s,
         "ttft_p90_s": None if ttft is None else ttft.p90_s,
         "usd_per_hour": option.usd_per_hour,

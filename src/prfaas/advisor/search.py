@@ -17,7 +17,7 @@ from prfaas.advisor.counts import Counts
 from prfaas.advisor.market import Array, LinkChoice, Market, Place
 from prfaas.advisor.option import Alternative, Option, Separate, better
 from prfaas.advisor.separate import best_separate
-from prfaas.advisor.work import TrafficWork, coarsened
+from prfaas.advisor.work import TrafficWork, coarsened, worth
 
 SHOWN = 5  # PrfaaS options, each with another pair of accelerators
 
@@ -92,7 +92,11 @@ class Search:
         for pair in self.pairs():
             if self._beyond(pair.bound, limit):
                 return False
-            if self._counts.pair(pair.here, pair.there, pair.link, limit) is not None:
+            option = self._counts.pair(pair.here, pair.there, pair.link, limit)
+            # The one of most worth may have a smaller rate.
+            if option is not None and (
+                self.market.budget_usd is None or option.rate_rps >= limit * (1 - 1e-9)
+            ):
                 return True
         return False
 
@@ -144,9 +148,9 @@ class Search:
         return link.usd_per_hour + bounds.least_cost(rate, near, far, *supplies, link_rate)
 
     def _beyond(self, bound: float, limit: float) -> bool:
-        """True if no deployment within the bound is as good as the limit."""
+        """True if no deployment within the bound is as good as the limit (`merit`)."""
         if self.market.budget_usd is not None:
-            return bound < limit * (1 - 1e-9)
+            return worth(bound, True) < limit * (1 - 1e-9)
         return bound > limit + 1e-9
 
 
@@ -181,8 +185,8 @@ class _Best:
 
 
 def merit(option: Option, market: Market) -> float:
-    """What is compared: with a budget the rate, with a rate the cost."""
-    return option.rate_rps if market.budget_usd is not None else option.usd_per_hour
+    """What is compared: with a budget the worth of the rate, with a rate the cost."""
+    return option.worth if market.budget_usd is not None else option.usd_per_hour
 
 
 def _in_order(options: list[Option], market: Market) -> tuple[Option, ...]:

@@ -11,12 +11,14 @@ and every term is monotone in the row: that is what the search uses.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from prfaas.advisor.market import Array, Build
 from prfaas.kvspec import KVSpec
 from prfaas.planner.curves import Atoms, cut_workload
+from prfaas.planner.optimise import LOCAL_PREFILL_SHARE
 from prfaas.planner.profile import DecodeRate
 from prfaas.planner.workload import Workload
 
@@ -96,10 +98,27 @@ def coarsened(workload: Workload, atoms: int = ATOMS) -> Workload:
     )
 
 
+class PairRate(NamedTuple):
+    """Lambda_max of a PD and a PrfaaS cluster with the split that the planner chooses."""
+
+    rps: float
+    local_prefill: bool  # a local instance prefills
+
+    @property
+    def worth(self) -> float:
+        return worth(self.rps, self.local_prefill)
+
+
+def worth(rps: float, local_prefill: bool) -> float:
+    """What rates are compared by: one with local prefill is worth as much as a slightly larger one
+    without it (`optimise` prefers the same)."""
+    return rps / LOCAL_PREFILL_SHARE if local_prefill else rps
+
+
 def prfaas_rate(
     local: BuildWork, remote: BuildWork, long_bits: Array, n_local: int, n_remote: int, bps: float
-) -> float:
-    """Lambda_max of a PD and a PrfaaS cluster at the best threshold and split.
+) -> PairRate:
+    """The rate at the best threshold and split; its worth never falls with a number of instances.
 
     What PrfaaS sustains rises with the row and what local prefill sustains falls, so for every
     number of prefill instances the best row is where the two cross."""
@@ -109,7 +128,11 @@ def prfaas_rate(
         row = np.searchsorted(sent * local.short_s, n_prefill, "right") - 1
         row = np.minimum(row, len(sent) - 2)
         produced = np.maximum(sent[row], n_prefill / local.short_s[row + 1])
-    return float(np.minimum(produced, (n_local - n_prefill) * local.decode_rps).max())
+    rates = np.minimum(produced, (n_local - n_prefill) * local.decode_rps)
+    without, some = float(rates[0]), float(rates[1:].max(initial=0.0))
+    if some > 0 and worth(some, True) >= without:
+        return PairRate(some, local_prefill=True)
+    return PairRate(without, local_prefill=False)
 
 
 def single_rate(local: BuildWork, instances: int) -> float:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
@@ -22,6 +24,7 @@ from prfaas.cli.init_answers import (
 from prfaas.config.host import KvdSection
 from prfaas.config.sizes import parse_bytes
 from prfaas.display.console import print_json
+from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import InputError
 from prfaas.launch.new_deployment.answers import (
     Answers,
@@ -41,8 +44,11 @@ from prfaas.launch.new_deployment.host_files import (
     state_command,
     summarise_host,
 )
-from prfaas.launch.preparation import EMULATED_BLOCK_TOKENS
+from prfaas.launch.preparation import EMULATED_BLOCK_TOKENS, emulated_deployment
 from prfaas.launch.services.places import MODEL_FOLDER
+from prfaas.planner.lost_sites import served
+from prfaas.scheduler.plan import hardware_for
+from prfaas.studies.network_plans import NetworkStudy
 
 _PORTS = Ports()
 _FILE = click.Path(path_type=Path)
@@ -58,6 +64,9 @@ class Summary(msgspec.Struct, frozen=True):
     hosts: list[HostSummary]
     request: str  # a command line that sends a request
     state: str  # a command line that shows the state of the deployment
+    # Of a new deployment: what it serves, and what is left without each PrfaaS cluster.
+    capacity_rps: float | None = None
+    lost_sites: list[dict[str, Any]] = []
 
 
 @click.command()
@@ -262,6 +271,7 @@ def init(
     check_tenants(tenants)
     clusters = read_clusters(flags)
     designed, clusters = design(flags, clusters)
+    capacity = served(hardware_for(designed.scheduler.policy, check_design(designed)))
     first = next(one.hosts[0] for one in clusters if one.kind == "pd")
     answers = Answers(
         clusters=clusters,
@@ -271,18 +281,29 @@ def init(
         model=model_on_hosts(flags, designed),
         name=designed.model.name,
         tenants=list(tenants) or ["default"],
-        catalogs=list(catalog_files(designed)) if engine == "emulated" else [],
         memory=memory,
         ports=Ports(kvd_port, kvd_http_port, node_port, gateway_port),
         all_addresses=all_addresses,
         days=days,
     )
-    if engine == "emulated":
-        answers = msgspec.structs.replace(answers, block_tokens=EMULATED_BLOCK_TOKENS)
-    answers.check()
-    check_design(designed)
-    write_deployment(folder, answers, designed, force=force)
-    _show(_summary(folder, answers, answers.instances), as_json=as_json, is_new=True)
+    with tempfile.TemporaryDirectory(prefix="prfaas-") as made:
+        if engine == "emulated":
+            study = NetworkStudy(Path("deployment"), "exact")
+            designed = emulated_deployment(designed, study, Path(made), Scales())
+            answers = msgspec.structs.replace(
+                answers,
+                block_tokens=EMULATED_BLOCK_TOKENS,
+                catalogs=list(catalog_files(designed)),
+            )
+        answers.check()
+        write_deployment(folder, answers, designed, force=force)
+    summary = _summary(folder, answers, answers.instances)
+    summary = msgspec.structs.replace(
+        summary,
+        capacity_rps=capacity.rps,
+        lost_sites=[lost.as_dict() for lost in capacity.lost_sites],
+    )
+    _show(summary, as_json=as_json, is_new=True, capacity=capacity.in_words)
 
 
 def _change(folder: Path, added_host: str | None, *, as_json: bool) -> None:
@@ -333,7 +354,7 @@ def _summary(folder: Path, answers: Answers, instances: Sequence[Instance]) -> S
     )
 
 
-def _show(summary: Summary, *, as_json: bool, is_new: bool) -> None:
+def _show(summary: Summary, *, as_json: bool, is_new: bool, capacity: str = "") -> None:
     if as_json:
         print_json(msgspec.to_builtins(summary))
         return
@@ -354,6 +375,8 @@ def _show(summary: Summary, *, as_json: bool, is_new: bool) -> None:
         click.echo(f"  {host.copy}")
         for one in host.commands:
             click.echo(f"    {one.command}")
+    if capacity:
+        click.echo(f"\n{capacity}")
     if is_new:
         click.echo(f"\nSend a request:\n  {summary.request}")
         click.echo(f"\nShow the state of the deployment:\n  {summary.state}")

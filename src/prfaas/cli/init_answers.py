@@ -32,6 +32,7 @@ from prfaas.launch.new_deployment.deployment_file import (
     with_policy,
 )
 from prfaas.launch.preparation import with_absolute_paths
+from prfaas.planner.problem import Problem
 from prfaas.studies.problem_files import Study
 
 DEFAULT_RTT_MS = 20.0
@@ -224,7 +225,7 @@ def model_on_hosts(flags: DeploymentFlags, designed: Deployment) -> str:
     return str(Path(designed.model.config).parent)
 
 
-def check_design(designed: Deployment) -> None:
-    """Raises InputError when the gateway could not plan this deployment."""
+def check_design(designed: Deployment) -> Problem:
+    """The problem that the gateway plans. Raises InputError when it could not."""
     checked = parse_deployment(parse_toml(deployment_toml(designed), "deployment"), "deployment")
-    Study(Path("deployment"), "exact").problem(checked)
+    return Study(Path("deployment"), "exact").problem(checked)

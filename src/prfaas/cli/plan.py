@@ -27,6 +27,7 @@ from prfaas.display.gain_map_table import gain_map_notes, gain_map_tables
 from prfaas.display.plan_tables import (
     comparison_table,
     estimate_notes,
+    losses,
     notes,
     plan_table,
     sweep_table,
@@ -118,6 +119,9 @@ def plan(
     one PrfaaS cluster for each PD cluster, and the same GPUs or money in PD clusters. It has no
     TTFT and no ranges.
 
+    For each PrfaaS cluster the plan says what is served without it: what a lost or drained site, or
+    a cut link, costs.
+
     Where the catalog has no profile of the model on an accelerator, its times are estimated. The
     plan then shows ranges, and says which measurement narrows them most.
 
@@ -182,7 +186,7 @@ def plan(
         tables.append(sweep_table(sweep.partition("=")[0], points))
     if gains is not None:
         tables += gain_map_tables(gains)
-    remarks = [notes(result)]
+    remarks = [losses(result.lost_sites), notes(result)]
     if estimated:
         remarks.append(estimate_notes(estimated, ranges, parsed.model.name))
     if html is not None:
@@ -238,7 +242,7 @@ def _plan_several(
         shown = total_rate_curves(study.rate_curves(problem, plan, with_progress), plan)
         # The page has the flows as data.
         tables = [clusters_table(plan, deployment.model.name), gains_table(comparison)]
-        remarks = [network_notes(comparison, deployment), estimates]
+        remarks = [losses(comparison.lost_sites), network_notes(comparison, deployment), estimates]
         texts = _texts(deployment, baselines_line(comparison), tables, remarks)
         write_html(html, texts.title, plan_report(texts, problem, plan, shown))
     if as_json:

@@ -118,8 +118,8 @@ def up(
     node and one PD decode node. The first run makes the model and measures its profile.
 
     With a file, the command starts one node for each instance of the deployment. Emulated engines
-    follow the catalog's profiles of its accelerators, multiplied by the scales. Each link between
-    clusters has an emulated WAN of its own. Each pd cluster has its gateway.
+    take the times that `prfaas plan` takes, measured or estimated, multiplied by the scales. Each
+    link between clusters has an emulated WAN of its own. Each pd cluster has its gateway.
 
     Ctrl-C stops all processes.
 

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from prfaas.advisor.answer import Answer, Assessed
 from prfaas.advisor.option import Group, Separate
+from prfaas.display.plan_tables import losses
 from prfaas.planner.ranges import Range
 from prfaas.studies.advice_market import Offer
 
@@ -75,6 +76,7 @@ def options_table(answer: Answer, model: str) -> Table:
         lambda a: f"{a.option.lambda_max_rps:.3f}",
         lambda s: f"{s.lambda_max_rps:.3f}",
     )
+    row("  without the other site", _left)
     row("TTFT P90 (s)", _ttft, end=True)
     row(
         "USD per hour",
@@ -117,6 +119,8 @@ def verdict(answer: Answer) -> str:
                 f"Measuring {sure.measure.gpus} x {escape(sure.measure.accelerator)} with prfaas "
                 f"profile would narrow this most, to about {_range(sure.measure.after)}."
             )
+    if best.lost_sites:
+        lines.append(losses(best.lost_sites))
     return "\n".join(lines)
 
 
@@ -190,6 +194,10 @@ def _link_use(assessed: Assessed) -> str:
 
 def _wins(assessed: Assessed) -> str:
     return "-" if assessed.certainty is None else f"{assessed.certainty.wins:.0%}"
+
+
+def _left(assessed: Assessed) -> str:
+    return "/".join(f"{lost.rps:.3f}" for lost in assessed.lost_sites) or "-"
 
 
 def _ttft(assessed: Assessed) -> str:

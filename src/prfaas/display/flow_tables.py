@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from prfaas.config import Deployment
+from prfaas.display.plan_tables import losses
 from prfaas.planner.network.comparison import NetworkComparison
 from prfaas.planner.network.plan import Flow, NetworkPlan
 from prfaas.planner.network.sensitivity import Gain
@@ -24,6 +25,7 @@ def network_tables(comparison: NetworkComparison, deployment: Deployment) -> Gro
         flows_table(plan),
         binding_line(plan),
         baselines_line(comparison),
+        losses(comparison.lost_sites),
         gains_table(comparison),
     ]
     remarks = notes(comparison, deployment)

@@ -13,6 +13,7 @@ from rich.table import Table
 from prfaas.catalog import Catalog
 from prfaas.config import Deployment
 from prfaas.planner.comparison import DeploymentComparison, Solution
+from prfaas.planner.lost_sites import LostSite
 from prfaas.planner.ranges import Measurement, PlanRanges, Range
 from prfaas.planner.report import EstimatedTimes
 from prfaas.studies.plan_comparison import Row
@@ -150,6 +151,11 @@ def verdict(plan: DeploymentComparison, ranges: PlanRanges | None = None) -> str
     if not words:
         return "Nothing to compare with."
     return "Throughput of PrfaaS-PD: " + ", ".join(words) + "."
+
+
+def losses(lost_sites: Sequence[LostSite]) -> str:
+    """What is served without each PrfaaS cluster, a sentence each."""
+    return "\n".join(escape(lost.in_words) for lost in lost_sites)
 
 
 def estimate_notes(

@@ -36,7 +36,6 @@ from prfaas.config.tls import PATHS as TLS_PATHS
 from prfaas.engine.checkpoint.architectures import DEFAULT_ARCH
 from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import InputError
-from prfaas.kvspec import KVSpec
 from prfaas.launch.attached_process import attached_prefix
 from prfaas.launch.children import ChildDied
 from prfaas.launch.commands import ENGINE_ENVIRONMENT, VLLM_MAX_TOKENS
@@ -111,7 +110,7 @@ def prepare_launch(
     into `folder`."""
     deployment = with_absolute_paths(deployment, file.resolve().parent)
     study = NetworkStudy(file.resolve(), "exact")
-    _spec_of(deployment, study)  # raises for a mistake before any process is started
+    study.network(deployment)  # raises for a mistake before any process is started
     if options.baseline is not None:
         deployment = baseline_deployment(deployment, study, options.baseline)
     deployment = _with_wan(deployment, options.wan)
@@ -148,21 +147,11 @@ def _real_engines(options: LaunchOptions, checkpoint: str, name: str) -> EngineS
     )
 
 
-def _spec_of(deployment: Deployment, study: NetworkStudy) -> KVSpec:
-    """What the model's KV cache consists of, once every PD cluster can be planned."""
-    return study.network(deployment).homes[0].problem.spec
-
-
 def _emulated(
     deployment: Deployment, study: NetworkStudy, folder: Path, scales: Scales
 ) -> LaunchPlan:
     """Engines and gateway read the same scaled catalog, so that predictions match."""
-    path = folder / "catalog.toml"
-    spec = _spec_of(deployment, study)
-    text = scaled_catalog(deployment, study.catalog(deployment), spec, scales)
-    path.write_text(text, encoding="utf-8")
-    small = scaled_deployment(deployment, scales)
-    small = msgspec.structs.replace(small, catalog=[*deployment.catalog, str(path)])
+    small = emulated_deployment(deployment, study, folder, scales)
     catalogs = [Path(one) for one in small.catalog]
     tokenizer = None if small.gateway.tokenizer is None else Path(small.gateway.tokenizer)
     name = deployment.model.name
@@ -170,6 +159,19 @@ def _emulated(
         small,
         EngineSpec("emulated", name, name, MEMORY, EMULATED_BLOCK_TOKENS, catalogs, tokenizer),
     )
+
+
+def emulated_deployment(
+    deployment: Deployment, study: NetworkStudy, folder: Path, scales: Scales
+) -> Deployment:
+    """The scaled deployment. Its last catalog is a new file in `folder`, with the times that the
+    plan of the deployment takes: measured, published or estimated."""
+    path = folder / "catalog.toml"
+    problems = [home.problem for home in study.network(deployment).homes]
+    text = scaled_catalog(deployment.model.name, problems, scales)
+    path.write_text(text, encoding="utf-8")
+    small = scaled_deployment(deployment, scales)
+    return msgspec.structs.replace(small, catalog=[*deployment.catalog, str(path)])
 
 
 def baseline_deployment(deployment: Deployment, study: Study, name: str) -> Deployment:

@@ -12,18 +12,22 @@ and plans in the scaled units. Rates become `1 / time` as large.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
-from prfaas.catalog import Catalog, DecodePoint, PrefillPoint, ProfileRecord
+from prfaas.catalog import DecodePoint, PrefillPoint, ProfileRecord
 from prfaas.catalog.models import GQAGroup, LinearGroup, Model, ModelGroup, WindowGroup
+from prfaas.catalog.provenance import Status
 from prfaas.config import Deployment
 from prfaas.config.deployment import AdaptiveSection, Cluster, Link, WorkloadSection
 from prfaas.config.write import sparse, toml
 from prfaas.engine.emulated.pace import Scales, scaled_spec
 from prfaas.errors import InputError
 from prfaas.kvspec import FullAttention, KVSpec, SlidingWindow
+from prfaas.planner.problem import Local, Pool, Problem
+from prfaas.planner.profile import DecodeStep
 
 S = TypeVar("S", bound=msgspec.Struct)
 _BYTE = "float8_e4m3fn"  # one byte per element: geometries in bytes
@@ -55,7 +59,8 @@ def scaled_deployment(deployment: Deployment, scales: Scales) -> Deployment:
     gb = deployment.cache.gb_per_node * scales.bytes
     return msgspec.structs.replace(
         deployment,
-        model=msgspec.structs.replace(deployment.model, config=None, kv_dtype=None),
+        # The catalog's model has these bytes, and its times are those of these weights.
+        model=msgspec.structs.replace(deployment.model, config=None, kv_dtype=None, weights=None),
         workload=_workload(deployment.workload, scales, "workload"),
         slo=slo,
         clusters=clusters,
@@ -84,24 +89,22 @@ def smaller_deployment(deployment: Deployment, share: float) -> Deployment:
     return msgspec.structs.replace(deployment, clusters=clusters, links=links)
 
 
-def scaled_catalog(deployment: Deployment, catalog: Catalog, spec: KVSpec, scales: Scales) -> str:
-    """A catalog file with the deployment's model and profiles, for the scaled deployment."""
-    records = []
-    for cluster in deployment.clusters:
-        record = catalog.profile(
-            deployment.model.name, cluster.accelerator, cluster.gpus_per_instance
-        )
-        assert record is not None, "the deployment has been planned"
-        if record not in records:
-            records.append(record)
+def scaled_catalog(name: str, problems: Sequence[Problem], scales: Scales) -> str:
+    """A catalog file with the model `name` and the times of every instance, for the scaled
+    deployment. They are the times that the problems of its PD clusters are planned with, measured
+    or estimated."""
     how = f"times x {scales.time:g}, bytes x {scales.bytes:g}, output x {scales.output:g}"
-    model = _model(deployment.model.name, scaled_spec(spec, scales.bytes), how)
-    return toml(
-        {
-            "models": [sparse(model)],
-            "profiles": [sparse(_profile(catalog, record, scales, how)) for record in records],
-        }
-    )
+    records: dict[tuple[str, int], ProfileRecord] = {}
+    for problem in problems:  # PD clusters first: an instance of a PrfaaS cluster does not decode
+        pool = problem.local.pool
+        record = _profile(name, pool, problem.local, scales, how)
+        records.setdefault((pool.accelerator, pool.gpus_per_instance), record)
+    for pool in (remote.pool for problem in problems for remote in problem.remotes):
+        record = _profile(name, pool, None, scales, how)
+        records.setdefault((pool.accelerator, pool.gpus_per_instance), record)
+    model = _model(name, scaled_spec(problems[0].spec, scales.bytes), how)
+    profiles = [sparse(record) for record in records.values()]
+    return toml({"models": [sparse(model)], "profiles": profiles})
 
 
 def _workload(section: WorkloadSection, scales: Scales, where: str) -> WorkloadSection:
@@ -132,14 +135,28 @@ def _link(link: Link, scales: Scales) -> Link:
     )
 
 
-def _profile(catalog: Catalog, record: ProfileRecord, scales: Scales, how: str) -> ProfileRecord:
-    step = scales.time / scales.output
-    points = zip(record.prefill, catalog.prefill_seconds(record), strict=True)
-    return msgspec.structs.replace(
-        record,
-        source=f"{record.source}; {how}",
-        prefill=[PrefillPoint(p.new, p.cached, s * scales.time) for p, s in points],
-        decode=[DecodePoint(p.batch, p.step_s * step) for p in record.decode],
+def _profile(name: str, pool: Pool, local: Local | None, scales: Scales, how: str) -> ProfileRecord:
+    """The times of an instance as a record; with decode steps for a PD cluster."""
+    found, _, source = pool.profile.provenance.partition(": ")
+    is_estimate = pool.error is not None
+    steps: tuple[DecodeStep, ...] = ()
+    if local is not None:
+        steps = local.decode.steps
+        is_estimate = is_estimate or local.decode_error is not None
+        if local.decode_provenance != pool.profile.provenance:
+            source = f"{source}; decode steps {local.decode_provenance}"
+    longer = scales.time / scales.output
+    return ProfileRecord(
+        model=name,
+        accelerator=pool.accelerator,
+        gpus=pool.gpus_per_instance,
+        status="estimated" if is_estimate else msgspec.convert(found, Status),
+        source=f"{source}; {how}",
+        prefill=[
+            PrefillPoint(p.new_tokens, p.cached_tokens, p.seconds * scales.time)
+            for p in pool.profile.points
+        ],
+        decode=[DecodePoint(step.batch, step.step_s * longer) for step in steps],
     )
 
 

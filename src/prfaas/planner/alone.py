@@ -23,7 +23,8 @@ SPLIT_SHARE = 0.9
 
 
 class LocalOnly(NamedTuple):
-    """What a PD cluster serves without PrfaaS clusters, and with how many prefill instances."""
+    """What a PD cluster serves without some or all PrfaaS clusters, and with how many prefill
+    instances."""
 
     n_prefill: int  # 0 where instances serve alone
     rps: float
@@ -33,10 +34,17 @@ class LocalOnly(NamedTuple):
 def local_only(problem: Problem, curves: WorkCurves | None = None) -> LocalOnly:
     """The best that the PD cluster does without PrfaaS clusters. `curves` are those of the
     problem's workload, of either reading; without them the reading is `exact`."""
-    here, curves = replace(problem, remotes=()), curves or _exact_curves(problem)
-    alone = LocalOnly(0, alone_rps(here, curves), alone=True)
-    choice = optimise(here, curves)
-    split = LocalOnly(choice.n_prefill, stage_rates(here, curves, choice).lambda_max, alone=False)
+    return split_or_alone(replace(problem, remotes=()), curves)
+
+
+def split_or_alone(problem: Problem, curves: WorkCurves | None = None) -> LocalOnly:
+    """The best split with the PrfaaS clusters of the problem, or every instance alone."""
+    curves = curves or _exact_curves(problem)
+    alone = LocalOnly(0, alone_rps(problem, curves), alone=True)
+    choice = optimise(problem, curves)
+    split = LocalOnly(
+        choice.n_prefill, stage_rates(problem, curves, choice).lambda_max, alone=False
+    )
     return split if split.rps >= SPLIT_SHARE * alone.rps else alone
 
 

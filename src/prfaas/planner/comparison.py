@@ -10,6 +10,7 @@ from prfaas.planner import baselines
 from prfaas.planner.curves import Atoms, Cuts, Reading, WorkCurves, cut_workload
 from prfaas.planner.equations import eq7_threshold_imbalance, eq8_split_imbalance
 from prfaas.planner.latency import TTFT, Prediction, paper_ttft, predict
+from prfaas.planner.lost_sites import LostSite, lost_sites
 from prfaas.planner.optimise import Choice, optimise, stage_rates
 from prfaas.planner.problem import Problem
 from prfaas.planner.workload import weighted_sum
@@ -79,6 +80,7 @@ class DeploymentComparison:
     homogeneous: Solution | None
     naive: Solution | None
     equal_cost: Solution | None
+    lost_sites: tuple[LostSite, ...] = ()  # of the deployment
 
     @property
     def ratios(self) -> dict[str, float | None]:
@@ -113,12 +115,14 @@ class Planner:
         def solved(other: Problem | None) -> Solution | None:
             return None if other is None else self.solve(other, load_rps)
 
+        best = self.solve(problem, load_rps)
         return DeploymentComparison(
             reading=self._reading,
-            prfaas_pd=self.solve(problem, load_rps),
+            prfaas_pd=best,
             homogeneous=solved(baselines.homogeneous(problem)),
             naive=solved(baselines.naive(problem)),
             equal_cost=solved(baselines.equal_cost(problem)),
+            lost_sites=lost_sites(problem, self.curves, best.lambda_max_rps, best.n_prefill),
         )
 
     @property

@@ -132,7 +132,12 @@ def _inferred_figures(catalog: Catalog, accelerator: str) -> tuple[str, ...]:
 
 def comparison_as_dict(comparison: DeploymentComparison) -> dict[str, Any]:
     systems = {name: _solution_as_dict(getattr(comparison, name)) for name in SYSTEMS}
-    return {"reading": comparison.reading, **systems, "ratios": comparison.ratios}
+    return {
+        "reading": comparison.reading,
+        **systems,
+        "ratios": comparison.ratios,
+        "lost_sites": [lost.as_dict() for lost in comparison.lost_sites],
+    }
 
 
 def _solution_as_dict(solution: Solution | None) -> dict[str, Any] | None:

@@ -56,7 +56,7 @@ def choose_hardware(
     gpus: Mapping[str, str],
 ) -> list[ClusterHosts]:
     """The clusters with their hardware: as given by cluster, else the only one that has a profile
-    of the model. Raises InputError."""
+    of the model and fits what is given. Raises InputError."""
     return [
         msgspec.structs.replace(
             cluster,
@@ -83,6 +83,8 @@ def _hardware(
     ]
     if len(fitting) == 1:
         return Hardware(fitting[0].accelerator, fitting[0].gpus)
+    if accelerator is not None and count is not None:
+        return Hardware(accelerator, int(count))  # its times are estimated
     have = ", ".join(f"{record.gpus} x {record.accelerator}" for record in known)
     if not known:
         raise InputError(

@@ -1,4 +1,5 @@
-"""The plan of several clusters beside its baselines, with what one more of anything would add."""
+"""The plan of several clusters beside its baselines, with what one more of anything would add, and
+what is served without a PrfaaS cluster."""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ from typing import Any
 
 from prfaas.planner.comparison import Extrapolation, extrapolations
 from prfaas.planner.curves import Reading
+from prfaas.planner.lost_sites import LostSite
 from prfaas.planner.network import baselines
+from prfaas.planner.network.lost_sites import lost_in_network
 from prfaas.planner.network.plan import Binding, Flow, HomePlan, NetworkPlan, PrfaasPlan
 from prfaas.planner.network.problem import NetworkProblem
 from prfaas.planner.network.sensitivity import Gain, gains
@@ -24,6 +27,7 @@ class NetworkComparison:
     homogeneous_rps: float | None
     equal_cost_rps: float | None
     gains: tuple[Gain, ...]
+    lost_sites: tuple[LostSite, ...]
     extrapolations: tuple[Extrapolation, ...]
 
     @property
@@ -50,6 +54,7 @@ class NetworkComparison:
             "flows": [_flow_as_dict(flow) for flow in self.plan.flows],
             "binding": [_binding_as_dict(binding) for binding in self.plan.binding],
             "one_more": [_gain_as_dict(gain) for gain in self.gains],
+            "lost_sites": [lost.as_dict() for lost in self.lost_sites],
             "baselines": {
                 "alone_rps": self.alone_rps,
                 "one_each_rps": pairs and pairs.rate_rps,
@@ -76,6 +81,7 @@ def compare(
         homogeneous_rps=baselines.homogeneous(planner, problem),
         equal_cost_rps=baselines.equal_cost(planner, problem),
         gains=gains(planner, problem, plan.rate_rps),
+        lost_sites=lost_in_network(planner, problem, plan),
         extrapolations=_extrapolations(problem, plan),
     )
 
