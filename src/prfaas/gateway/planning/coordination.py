@@ -23,6 +23,10 @@ class Coordination(Protocol):
         """Of the gateway that plans; 0 where there is only this one. Role changes name it."""
 
     @property
+    def term(self) -> int:
+        """Another one when this gateway has ceased to plan and plans again."""
+
+    @property
     def follows(self) -> bool:
         """Whether plans come from another gateway while this one makes none."""
 
@@ -53,6 +57,7 @@ class Alone:
     """The only gateway, or one of several that the deployment file tells whether to plan."""
 
     epoch = 0
+    term = 0
     follows = False
 
     def __init__(self, traffic: Mapping[ClusterId, TrafficHistory], *, plans: bool) -> None:

@@ -126,7 +126,7 @@ class LongTermLoop:
 
     async def _plan(self) -> None:
         """Makes and follows new plans, where there is a reason for them."""
-        coordination, epoch = self._coordination, self._coordination.epoch
+        coordination, term = self._coordination, self._coordination.term
         if coordination.follows or not self._may_plan():
             return
         live = self._live()
@@ -137,8 +137,8 @@ class LongTermLoop:
         except BaseException:
             self._planned_for = None  # what has changed is still a reason for a plan
             raise
-        if coordination.follows or coordination.epoch != epoch:
-            # Another gateway plans since. If this one plans again, it starts from what it sees.
+        if coordination.follows or coordination.term != term:
+            # Another gateway may plan since. If this one plans again, it starts from what it sees.
             self._planned_for = None
             return
         if plans:
