@@ -86,9 +86,7 @@ LIES: dict[str, Lie] = {
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("restarts", [False, True])
 @pytest.mark.parametrize("lie", LIES)
-def test_a_kvd_that_lies_about_epochs_ends_no_planning(
-    lie: str, seed: int, restarts: bool
-) -> None:
+def test_a_kvd_that_lies_about_epochs_ends_no_planning(lie: str, seed: int, restarts: bool) -> None:
     gateways = 2 + seed % 2
     electorate = Electorate(f"{lie} {seed}", gateways, 3 + 2 * (seed % 2), with_reports=True)
     electorate.lies[electorate.random.choice(electorate.urls)] = LIES[lie]
