@@ -251,9 +251,9 @@ async def running(
         fair = FairAccess(fleet, router.waiting_room, queue_s, clock)
         if among_gateways and options.cluster is not None:
             federation = Federation(
-                deployment, options.cluster, fleet, http, clock, late_since, electors
+                deployment, options.cluster, fleet, http, clock, late_since, electors, kept
             )
-            coordination = among = federation.coordination(kept, traffic)
+            coordination = among = federation.coordination(traffic)
             fair = FairAccess(fleet, router.waiting_room, queue_s, clock, federation.peers.uses_of)
             report = partial(federation.report, among, fair)
         if len(network.homes) > 1:

@@ -76,12 +76,18 @@ async def gateway_among() -> AsyncIterator[Here]:
     await records.step()
     await others.step()
     async with gateways("west") as (peer,), polling([peer.entry]) as peers:
-        election = Election("here", lambda: ["http://kvd:1"], claim, clock, peers.highest_epoch)
         window_s = made.deployment.scheduler.replan.window_s
         traffic = HomeTraffic([EAST, WEST], clock.now(), window_s)
         plans, others_plans = (
             KeptPlans(one.records, made.deployment, made.network, site.clock)
             for one in (records, others)
+        )
+        election = Election(
+            "here",
+            lambda: ["http://kvd:1"],
+            claim,
+            clock,
+            lambda: max(peers.highest_epoch(), plans.epoch),
         )
         among = AmongGateways(peers, election, plans, traffic, clock)
         renewing = asyncio.create_task(_renew(election))
@@ -165,6 +171,18 @@ async def test_what_another_gateway_says_does_not_end_its_planning() -> None:
         here.peer.backend.epoch = here.among.epoch + 1_000_000
         await until(lambda: here.peers.highest_epoch() > here.election.epoch)
         assert here.among.plans and here.among.majority_epoch == here.among.epoch
+
+
+async def test_a_later_plan_ends_its_planning_until_its_epoch_is_later() -> None:
+    async with gateway_among() as here:
+        await here.until_planning()
+        here.among.share(here.plans, [])
+        later = here.among.epoch + 5
+        await here.other_shares(7_001, later, [])
+        assert here.election.plans and here.among.follows
+        assert here.among.newer_plans() is not None
+        await until(lambda: here.among.plans)
+        assert here.among.epoch > later
 
 
 async def test_a_plan_that_is_none_is_ignored() -> None:

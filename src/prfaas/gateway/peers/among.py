@@ -39,7 +39,9 @@ class AmongGateways:
 
     @property
     def plans(self) -> bool:
-        return self._election.plans
+        # A lease is worth nothing where a majority keeps the plan of a later one, which only a kvd
+        # that grants two leases at once, or the restart of most kvds, brings about.
+        return self._election.plans and self._election.epoch >= self._kept.epoch
 
     @property
     def follows(self) -> bool:

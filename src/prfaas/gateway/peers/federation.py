@@ -43,10 +43,12 @@ class Federation:
         clock: Clock,
         late_since: LateSince,
         electors: Electors,
+        kept: KeptPlans,
     ) -> None:
         self.own = own
         self._fleet = fleet
         self._http = http
+        self._kept = kept
         self._clock = clock
         self._rules = deployment.scheduler
         self._instance = secrets.token_hex(16)
@@ -59,16 +61,16 @@ class Federation:
             electors.urls,
             self._claim,
             clock,
-            self.peers.highest_epoch,
+            lambda: max(self.peers.highest_epoch(), kept.epoch),
             electors.stated,
         )
         self._rows = TrafficRows()
         fleet.work.share_with(self._others_at)
 
-    def coordination(self, kept: KeptPlans, traffic: HomeTraffic) -> AmongGateways:
+    def coordination(self, traffic: HomeTraffic) -> AmongGateways:
         """`traffic`: of this gateway; the other gateways are told about it from now on."""
         traffic.tell(self._rows.observe)
-        return AmongGateways(self.peers, self._election, kept, traffic, self._clock)
+        return AmongGateways(self.peers, self._election, self._kept, traffic, self._clock)
 
     async def run(self, router: Router) -> None:
         """Takes part until cancelled."""

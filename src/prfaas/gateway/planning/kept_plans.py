@@ -70,6 +70,12 @@ class KeptPlans:
         return self._records.is_possible
 
     @property
+    def epoch(self) -> int:
+        """Of the plan that a majority of the kvds keeps; 0: they keep none."""
+        found = self._records.found(PLAN)
+        return 0 if found is None else found.epoch
+
+    @property
     def followed(self) -> tuple[int, int] | None:
         """Epoch and number of the plan that this gateway follows."""
         return None if self._followed is None else self._followed.number
@@ -108,10 +114,9 @@ class KeptPlans:
         self, plans: Mapping[ClusterId, Plan], draining: Collection[NodeId], epoch: int | None
     ) -> None:
         """Has the plans kept. `epoch`: of the planning lease; None: this gateway needs none."""
-        known, found = self._followed, self._records.found(PLAN)
-        if epoch is None:  # it continues with the epoch of whichever gateway planned last
-            epochs = (known.number[0] if known else 0, found.epoch if found else 0)
-            epoch = max(epochs)
+        known = self._followed
+        if epoch is None:  # it continues with the epoch of the gateway that planned last
+            epoch = max(known.number[0] if known is not None else 0, self.epoch)
         number = self._records.next_number(PLAN, epoch)
         if known is not None and known.number[0] == epoch:
             same = _contents(plans) == _contents(known.plans)
