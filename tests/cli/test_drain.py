@@ -32,6 +32,7 @@ class Gateway(ThreadingHTTPServer):
         self.looks = 0
         self.copies = 0  # prefixes that are being copied away from north; each look ends one
         self.follows_at = 0  # the look from which on the gateway of west follows the orders
+        self.kept_at = 0  # the look from which on a majority of the kvds keeps the order
         self.silent = range(0)  # looks without an answer
 
     def state(self) -> dict[str, Any]:
@@ -57,7 +58,11 @@ class Gateway(ThreadingHTTPServer):
                 {"cluster": "gone", "alive": False, "drained": before},
             ],
             "clusters": [
-                {"cluster": "north", "nodes": [busy, dead]},
+                {
+                    "cluster": "north",
+                    "nodes": [busy, dead],
+                    "order_kept": self.looks >= self.kept_at,
+                },
                 {"cluster": "east", "nodes": [other]},
             ],
         }
@@ -136,6 +141,20 @@ def test_it_waits_until_every_living_gateway_follows_the_order(
     result = prfaas("drain", "north", "--return", "--gateway", gateway.url)
     assert result.code == 0 and "north returns: gateways that do not follow" in result.err
     assert gateway.looks == 8
+
+
+def test_it_says_that_no_majority_of_the_kvds_keeps_the_order(
+    gateway: Gateway, prfaas: Run
+) -> None:
+    gateway.left, gateway.kept_at = 0, 10**9
+    run = ("drain", "north", "--gateway", gateway.url)
+    result = prfaas(*run, "--timeout-s", "0.05")
+    assert result.code == 1 and "no majority of the kvds keeps the order yet" in result.out
+    result = prfaas(*run, "--no-wait", "--json")
+    assert result.code == 0 and result.json["kept"] is False
+    gateway.kept_at = gateway.looks + 3
+    result = prfaas(*run)
+    assert result.code == 0 and "no majority of the kvds keeps the order yet" in result.err
 
 
 def test_gateways_that_do_not_follow_are_named_when_the_time_is_up(

@@ -53,6 +53,9 @@ KVD_API: dict[str, Any] = {
     "POST /v1/role response": kvd_api.Role,
     "POST /v1/planning request": kvd_api.ClaimPlanning,
     "POST /v1/planning response": kvd_api.PlanningLease,
+    "POST /v1/records request": kvd_api.PutRecord,
+    "POST /v1/records response": kvd_api.RecordPut,
+    "GET /v1/records response": kvd_api.PlanningRecord,
     "POST /prfaas/v1/register request": kvd_api.Heartbeat,
     "error response": kvd_api.KvdErrorBody,
 }
@@ -179,6 +182,7 @@ def test_kvd_api_bodies_of_an_earlier_version_are_read(message: tuple[str, str])
     report = decoded.report if isinstance(decoded, kvd_api.Heartbeat) else decoded
     assert report.pool is not None
     assert {shape.heads for shape in report.pool.groups} == {1}
+    assert report.records is None, "an earlier kvd keeps none"
 
 
 def test_values_of_a_later_version_at_the_end_of_an_array_are_ignored() -> None:

@@ -246,7 +246,15 @@ def test_an_arena_that_the_machine_cannot_hold_is_refused() -> None:
 def test_a_body_that_cannot_be_read_is_a_bad_request(
     host: Host, engine: RawEngine, body: bytes
 ) -> None:
-    for path in ("/v1/open", "/v1/match", "/v1/push", "/v1/pull", "/v1/role", "/v1/planning"):
+    for path in (
+        "/v1/open",
+        "/v1/match",
+        "/v1/push",
+        "/v1/pull",
+        "/v1/role",
+        "/v1/planning",
+        "/v1/records",
+    ):
         status, answer = host.post(path, msgspec.Raw(body))
         assert status == 400, answer
         assert json.loads(answer)["code"] == "bad_request"

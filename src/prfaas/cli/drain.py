@@ -44,6 +44,7 @@ class Drained:
     copies_left: int  # prefixes that are being copied from the cluster to others
     behind: list[str]  # gateways that are alive and do not follow the order yet, by their cluster
     waited_s: float
+    kept: bool = True  # a majority of the kvds keeps the order
     quiet: int = 0  # looks in a row at which nothing was left to wait for
     problem: str = ""  # why the latest look failed; nothing above is known then
 
@@ -51,7 +52,7 @@ class Drained:
     def is_quiet(self) -> bool:
         """Whether nothing was left to wait for at this look."""
         busy = self.drained and (self.requests_left or self.copies_left)
-        return not (busy or self.behind or self.problem)
+        return self.kept and not (busy or self.behind or self.problem)
 
     @property
     def finished(self) -> bool:
@@ -65,14 +66,15 @@ class Drained:
     "url",
     metavar="URL",
     required=True,
-    help="A gateway of the deployment: http://HOST:PORT. It tells the others.",
+    help="A gateway of the deployment: http://HOST:PORT. The others learn the order from the kvds.",
 )
 @click.option("--return", "back", is_flag=True, help="Take the cluster back into use.")
 @click.option(
     "--wait/--no-wait",
     default=True,
     show_default=True,
-    help="Wait until all gateways follow the order and no node of the cluster has a request.",
+    help="Wait until the kvds keep the order, all gateways follow it, and no node of the cluster "
+    "has a request.",
 )
 @click.option(
     "--timeout-s",
@@ -105,13 +107,14 @@ def drain(
 
     While a PrfaaS cluster is drained, other clusters prefill in its place. While a pd cluster is
     drained, requests that arrive there are served by another pd cluster that it has a link to.
-    The gateways keep the order: the cluster stays drained, also after restarts of its nodes, until
-    `--return`, or until no gateway is left that knows of it.
+    The kvds keep the order: the cluster stays drained until `--return`, also after restarts of its
+    nodes and of the gateways. Where no majority of the kvds can keep it, the gateway that received
+    it follows it alone, until it restarts, and goes on trying.
 
     \b
     Exit codes:
-      0  all gateways follow the order, and a drained cluster has no request and no prefix copy
-         left (with --no-wait: the order was accepted)
+      0  the order is kept, all gateways follow it, and a drained cluster has no request and no
+         prefix copy left (with --no-wait: the order was accepted)
       1  the order was accepted, and something was left after --timeout-s
       2  the gateway refused the order or did not answer it
 
@@ -173,6 +176,7 @@ class DrainClient:
             copies_from(state, self._cluster),
             gateways_behind(state, self._cluster, drained=drained),
             self._waited_s,
+            is_kept(state, self._cluster),
         )
 
     async def look_or_explain(self, *, drained: bool) -> Drained:
@@ -226,6 +230,12 @@ def requests_left(nodes: list[Mapping[str, Any]]) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
 
 
+def is_kept(state: Mapping[str, Any], cluster: str) -> bool:
+    """Whether the kvds keep the order. Gateways of earlier versions do not say, and tell others."""
+    entries = [one for one in state.get("clusters", []) if one.get("cluster") == cluster]
+    return all(entry.get("order_kept", True) for entry in entries)
+
+
 def copies_from(state: Mapping[str, Any], cluster: str) -> int:
     """Prefixes that the gateway is copying from nodes of the cluster."""
     nodes = {
@@ -257,6 +267,11 @@ def in_words(found: Drained) -> str:
     if found.is_quiet:
         return done
     left = []
+    if not found.kept:
+        left.append(
+            "no majority of the kvds keeps the order yet, so that a restart of the gateway forgets "
+            "it and other gateways do not learn it"
+        )
     if found.drained and found.requests_left:
         requests, nodes = sum(found.requests_left.values()), len(found.requests_left)
         left.append(f"{requests} requests are left on {nodes} of {found.nodes} nodes")

@@ -1,13 +1,15 @@
-"""What the gateways of a deployment send each other: plans, loads and lengths of requests.
+"""What the gateways of a deployment tell each other: loads and lengths of requests in reports, and
+plans and orders to drain in records that the kvds keep.
 
 Every gateway polls every other one for its `GatewayReport`, under the member key. No prompt, no
 answer and no credential is in it. A plan has the epoch of the gateway that made it and a number
-that rises with every plan: each gateway follows the plan with the highest pair.
+that rises with every plan: each gateway follows the plan with the highest pair that a majority of
+the kvds keeps.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
@@ -49,6 +51,7 @@ class SharedPlan(msgspec.Struct, frozen=True):
     homes: dict[_Name, HomePlan]
     # Nodes that get no new requests, because they are about to change their role.
     draining: tuple[_Name, ...] = ()
+    stated: Annotated[str, msgspec.Meta(max_length=64)] = ""  # digest of what it was made from
 
 
 class NodeLoad(msgspec.Struct, frozen=True):
@@ -67,10 +70,9 @@ class ClusterUse(msgspec.Struct, frozen=True):
 
 
 class DrainOrder(msgspec.Struct, frozen=True):
-    """Whether a cluster is drained. The highest version counts."""
+    """Whether a cluster is drained: the data of its planning record."""
 
     drained: bool
-    version: _Count
 
 
 class SetDrain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -89,14 +91,17 @@ class GatewayReport(msgspec.Struct, frozen=True):
 
     cluster: _Name  # the PD cluster whose requests it receives
     instance: _Name  # of this process
-    epoch: _Count  # the highest that the gateway has seen
+    epoch: _Count  # the highest that a majority of the kvds has promised, as far as it knows
     plans: bool  # whether this gateway plans now
-    plan: SharedPlan | None  # that the gateway follows
     loads: dict[_Name, NodeLoad]  # by node, where there is any
     uses: dict[_Name, ClusterUse]  # by PrfaaS cluster
-    drains: dict[_Name, DrainOrder]  # by cluster
     draining: tuple[_Name, ...]  # nodes that get no new requests of this gateway
     # Number of the first of `rows`, or of the next request where `rows` is empty. A gateway
     # numbers its finished requests from 1. A poll names the last number that its sender has.
     first_row: _Count
     rows: Annotated[tuple[TrafficRow, ...], msgspec.Meta(max_length=MAX_ROWS)]
+    followed: tuple[_Count, _Count] | None = None  # epoch and number of the plan that it follows
+    drained: tuple[_Name, ...] = ()  # clusters that it has out of use
+    # Gateways of earlier versions read plans and orders to drain here, and require the fields.
+    plan: Any = None
+    drains: dict[_Name, Any] = {}

@@ -11,6 +11,8 @@
     GET  /v1/role                -> Role
     POST /v1/role                SetRole -> Role
     POST /v1/planning            ClaimPlanning -> PlanningLease
+    POST /v1/records             PutRecord -> RecordPut
+    GET  /v1/records             -> PlanningRecord
     POST /v1/prove               ProveMembership -> ProofOfMembership
     any error                    -> KvdErrorBody
 
@@ -58,6 +60,14 @@ MOST_EPOCH = 1 << 40  # of plannings
 _Instance: TypeAlias = Annotated[str, msgspec.Meta(max_length=256)]
 _PlanningEpoch: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MOST_EPOCH)]
 _LeaseSeconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=60)]
+MAX_RECORDS = 256  # that a kvd keeps for the gateways
+MAX_RECORD_BYTES = 1 << 20  # of one of them
+MAX_RECORDS_BYTES = 4 << 20  # of all
+_RecordName: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=300)]
+_RecordNumber: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MOST_EPOCH)]
+_RecordData: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=MAX_RECORD_BYTES)]
+_RecordAge: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+_Digest: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 
 
 class KvdErrorBody(msgspec.Struct, frozen=True):
@@ -176,6 +186,41 @@ class PlanningLease(msgspec.Struct, frozen=True):
     left_s: _LeaseSeconds  # before the kvd grants a higher epoch to another gateway
 
 
+class RecordVersion(msgspec.Struct, frozen=True):
+    """Which record a kvd keeps under a name. The higher pair of epoch and number replaces the lower
+    one."""
+
+    name: _RecordName
+    epoch: _PlanningEpoch
+    number: _RecordNumber
+    digest: _Digest  # SHA-256 of the data
+
+
+class PutRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A gateway has a record kept. The data mean nothing to the kvd."""
+
+    name: _RecordName
+    epoch: _PlanningEpoch
+    number: _RecordNumber
+    data: _RecordData
+    age_s: _RecordAge = 0.0  # since the data were made
+    # Of the gateway's planning lease; refused when a later one was promised. 0: no lease is needed.
+    planning_epoch: _PlanningEpoch = 0
+
+
+class RecordPut(msgspec.Struct, frozen=True):
+    accepted: bool  # the kvd keeps that record now
+    kept: RecordVersion | None  # what it keeps under the name
+
+
+class PlanningRecord(msgspec.Struct, frozen=True):
+    name: _RecordName
+    epoch: _PlanningEpoch
+    number: _RecordNumber
+    data: _RecordData
+    age_s: _RecordAge
+
+
 class GroupShape(msgspec.Struct, frozen=True, array_like=True):
     """A group of a `KVSpec`. `nbytes` is per token and layer, or per state and layer. `heads` is
     the number of shares in which a layer can be written; an engine that does not know the field
@@ -258,6 +303,10 @@ class KvdReport(msgspec.Struct, frozen=True):
     late_s: float = 0.0  # seconds of the last LATE_WINDOW_S in which the process could not run
     # Of engines that hand over in a second form. `pool` has the form that counts for routing.
     more_pools: Annotated[tuple[PoolReport, ...], msgspec.Meta(max_length=MAX_POOLS - 1)] = ()
+    # Planning records that it keeps; None: a kvd of a version that keeps none.
+    records: Annotated[tuple[RecordVersion, ...], msgspec.Meta(max_length=MAX_RECORDS)] | None = (
+        None
+    )
 
     @property
     def pools(self) -> tuple[PoolReport, ...]:

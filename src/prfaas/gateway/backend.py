@@ -22,6 +22,7 @@ from prfaas.config.address import parse_peer_url
 from prfaas.contracts.gateway_api import GatewayReport
 from prfaas.contracts.kvd_api import Heartbeat
 from prfaas.errors import InputError, RequestError
+from prfaas.gateway.client.kvd_client import KvdClient
 from prfaas.gateway.console.scenes import GatewayScenes
 from prfaas.gateway.decision_log import DecisionLog
 from prfaas.gateway.dispatch.attempts import RetryBudget
@@ -37,12 +38,15 @@ from prfaas.gateway.home_services import HomeServices
 from prfaas.gateway.homes.fair_access import FairAccess
 from prfaas.gateway.homes.request_homes import RequestHomes
 from prfaas.gateway.homes.traffic import HomeTraffic
-from prfaas.gateway.peers.drains import Drains
 from prfaas.gateway.peers.federation import Federation
 from prfaas.gateway.planning.coordination import Alone, Coordination
+from prfaas.gateway.planning.drains import Drains, record_name
+from prfaas.gateway.planning.electors import Electors
 from prfaas.gateway.planning.evacuation import Evacuations
+from prfaas.gateway.planning.kept_plans import PLAN, KeptPlans
 from prfaas.gateway.planning.long_term_loop import LongTermLoop
 from prfaas.gateway.planning.prefix_copies import PrefixCopies
+from prfaas.gateway.planning.record_keeping import RecordKeeping
 from prfaas.gateway.planning.replication import Replication
 from prfaas.gateway.planning.role_changes import RoleChanges
 from prfaas.gateway.request import CollectedSpans, GatewayRequest, RequestTrace, Upstream
@@ -61,6 +65,8 @@ from prfaas.security.shared_key import SharedKey
 from prfaas.security.tls import TlsIdentity
 from prfaas.supervision import repeat
 from prfaas.types import ClusterId
+
+RECORDS_S = 0.25  # between two steps of the planning records
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +127,10 @@ class GatewayBackend:
         return self._status.unready_reason()
 
     def state(self) -> dict[str, Any]:
-        return self._status.state(self.dispatcher.in_flight)
+        found = self._status.state(self.dispatcher.in_flight)
+        for cluster in found["clusters"]:
+            cluster["order_kept"] = self._drains.is_kept(cluster["cluster"])
+        return found
 
     def metrics(self) -> Iterator[Metric]:
         return self._status.metrics()
@@ -138,11 +147,10 @@ class GatewayBackend:
     def gateway_report(self, after: int) -> GatewayReport | None:
         return None if self._report is None else self._report(after)
 
-    def drain(self, cluster: str, drained: bool) -> dict[str, Any]:
+    async def drain(self, cluster: str, drained: bool) -> dict[str, Any]:
         self._check_cluster(cluster)
-        order = self._drains.set(ClusterId(cluster), drained)
-        self.fleet.set_drained(self._drains.drained)
-        return {"cluster": cluster, "drained": order.drained, "version": order.version}
+        kept = await self._drains.order(ClusterId(cluster), drained)
+        return {"cluster": cluster, "drained": drained, "kept": kept}
 
     def _check_cluster(self, name: str) -> None:
         known = self.fleet.members.clusters
@@ -225,17 +233,30 @@ async def running(
         evacuations = Evacuations(fleet, copies, background_calls, clock, rules)
         shares = {home_name(home): home.share for home in network.homes}
         traffic = HomeTraffic(shares, clock.now(), deployment.scheduler.replan.window_s)
-        drains = Drains(fleet.members.clusters)
+        electors = Electors(deployment, fleet.members)
+        among_gateways = bool(deployment.gateways) and options.cluster is not None
+        names = (PLAN, *(record_name(cluster) for cluster in fleet.members.clusters))
+        records = RecordKeeping(
+            electors,
+            names,
+            lambda url: KvdClient(http, url, timeouts),
+            clock,
+            leased=PLAN if among_gateways else "",
+        )
+        drains = Drains(fleet.members.clusters, records, clock, fleet.set_drained)
+        kept = KeptPlans(records, deployment, network, clock)
         federation: Federation | None = None
-        coordination: Coordination = Alone(traffic.histories, plans=deployment.gateway.plans)
+        coordination: Coordination = Alone(traffic.histories, kept, plans=deployment.gateway.plans)
         report: Callable[[int], GatewayReport] | None = None
         queue_s = deployment.scheduler.adaptive.queue_s
         fair = FairAccess(fleet, router.waiting_room, queue_s, clock)
-        if deployment.gateways and options.cluster is not None:
-            federation = Federation(deployment, options.cluster, fleet, http, clock, late_since)
-            coordination = among = federation.coordination(network, traffic)
+        if among_gateways and options.cluster is not None:
+            federation = Federation(
+                deployment, options.cluster, fleet, http, clock, late_since, electors, kept
+            )
+            coordination = among = federation.coordination(traffic)
             fair = FairAccess(fleet, router.waiting_room, queue_s, clock, federation.peers.uses_of)
-            report = partial(federation.report, among, fair, drains)
+            report = partial(federation.report, among, fair)
         between_homes = round_trips(deployment) if len(network.homes) > 1 else {}
         if len(network.homes) > 1:
             router.serve_several(fair, between_homes, options.cluster)
@@ -251,12 +272,13 @@ async def running(
             tasks.create_task(run_short_term_loop(fleet, router, poller)),
             tasks.create_task(poller.watch()),
             tasks.create_task(planning.run()),
+            tasks.create_task(_keep_records(records, drains, fleet)),
         ]
         if deployment.gateway.plans:
             replication = Replication(fleet, copies, evacuations, clock, rules)
             loops.append(tasks.create_task(replication.run()))
         if federation is not None:
-            loops.append(tasks.create_task(federation.run(router, drains)))
+            loops.append(tasks.create_task(federation.run(router)))
         budget = RetryBudget(max_attempts=deployment.gateway.max_attempts)
         hand_offs = HandOffs(fleet, http, background_calls, copies, clock)
         homes = RequestHomes(router, shares, options.cluster)
@@ -293,6 +315,14 @@ async def running(
             if federation is not None:
                 await asyncio.wait(loops)  # the election's last step
                 await federation.leave()
+
+
+async def _keep_records(records: RecordKeeping, drains: Drains, fleet: Fleet) -> None:
+    async def step() -> None:
+        await records.step()
+        drains.step()
+
+    await repeat(step, RECORDS_S, fleet.failures, loop="records")
 
 
 async def _measure_lateness(lateness: Lateness, fleet: Fleet, clock: Clock) -> None:

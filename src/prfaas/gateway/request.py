@@ -207,6 +207,7 @@ class Backend(Protocol):
     def describe(self, explanation: Explanation) -> dict[str, Any]:
         """The explanation of a route, as `explain` returns it."""
 
-    def drain(self, cluster: str, drained: bool) -> dict[str, Any]:
-        """Drains a cluster, which then gets no new requests, or ends that. Returns the order that
-        counts now. Raises `RequestError` for a cluster that is not in the deployment."""
+    async def drain(self, cluster: str, drained: bool) -> dict[str, Any]:
+        """Drains a cluster, which then gets no new requests, or ends that. Returns the order, and
+        whether a majority of the kvds keeps it. Raises `RequestError` for a cluster that is not in
+        the deployment."""

@@ -12,6 +12,8 @@ GET  /v1/events             ?node=&since=&wait_s=: cache events, or a snapshot w
 GET  /v1/role, POST         reads or sets the role; 409 when the epoch is not the current one, or
                             when the planning lease was granted to a later gateway
 POST /v1/planning           claims, renews or gives up the planning lease
+GET  /v1/records, POST      ?name=: a planning record; keeps one, unless a later one is kept or a
+                            later gateway has the planning lease
 POST /v1/prove              proves that this kvd has the member key, without revealing it
 GET  /prfaas/v1/traces/ID   the spans of a trace that this kvd still has (`contracts/trace_api.py`)
 GET  /metrics               for Prometheus; the operator key opens it, too
@@ -46,11 +48,13 @@ from prfaas.contracts.kvd_api import (
     PullPrefix,
     PushPrefix,
     PushStarted,
+    PutRecord,
+    RecordPut,
     SetRole,
     TransferStatus,
 )
 from prfaas.contracts.trace_api import TRACE_PATH, ProcessSpans
-from prfaas.errors import TransferFailed
+from prfaas.errors import InputError, TransferFailed
 from prfaas.http_client.client import HttpClient
 from prfaas.kvd.http_messages import (
     RequestBodies,
@@ -58,6 +62,7 @@ from prfaas.kvd.http_messages import (
     json_response,
     number,
     respond_to_errors,
+    shown,
     unauthorized,
     unknown_transfer,
     wait_s,
@@ -139,6 +144,8 @@ class HttpApi:
                 web.get("/v1/role", self._role),
                 web.post("/v1/role", self._set_role),
                 web.post("/v1/planning", self._claim_planning),
+                web.get("/v1/records", self._record),
+                web.post("/v1/records", self._put_record),
                 web.post("/v1/prove", self._prove),
                 web.get(TRACE_PATH, self._trace),
                 web.get("/health", self._health),
@@ -246,6 +253,22 @@ class HttpApi:
         body = await self._bodies.read(request, ClaimPlanning)
         self._promise, lease = decide(self._promise, body, self._clock.now())
         return json_response(lease)
+
+    async def _record(self, request: web.Request) -> web.Response:
+        name = request.query.get("name", "")
+        found = self._reporter.records.record(name, self._clock.now())
+        if found is None:
+            message = f"no record {shown(name)} is kept here"
+            return json_response(KvdErrorBody("unknown", message), status=404)
+        return json_response(found)
+
+    async def _put_record(self, request: web.Request) -> web.Response:
+        body = await self._bodies.read(request, PutRecord)
+        if not body.name.isprintable():  # gateways refuse a report with such a name
+            raise InputError(f"{shown(body.name)} is not one line of text", where="$.name")
+        records = self._reporter.records
+        accepted = records.put(body, self._promise.epoch, self._clock.now())
+        return json_response(RecordPut(accepted, records.version(body.name)))
 
     async def _prove(self, request: web.Request) -> web.Response:
         if self._key is None:

@@ -11,6 +11,7 @@ from prfaas.contracts.kvd_api import (
     MatchPrefix,
     OpenTransfer,
     PlanningLease,
+    PlanningRecord,
     PrefixMatch,
     PrefixPulled,
     ProofOfMembership,
@@ -18,6 +19,8 @@ from prfaas.contracts.kvd_api import (
     PullPrefix,
     PushPrefix,
     PushStarted,
+    PutRecord,
+    RecordPut,
     Role,
     SetRole,
     TransferStatus,
@@ -33,7 +36,7 @@ _REASONS = {
     400: "The request is invalid; the message names the field.",
     401: "The member key is missing or not valid.",
     403: "KV must not be sent to or pulled from this host.",
-    404: "The transfer is not known here, or the id is not one.",
+    404: "The transfer, or the record, is not known here, or the id is not one.",
     408: "The body did not arrive in time.",
     409: "The engine does not match, the transfer has ended, or the role was changed meanwhile.",
     413: "The body is too large.",
@@ -48,7 +51,8 @@ def openapi(*, with_keys: bool) -> bytes:
     kinds = (OpenTransfer, Grant, NotNow, TransferStatus, AbortTransfer, MatchPrefix, PrefixMatch)
     more = (PullPrefix, PrefixPulled, PushPrefix, PushStarted, KvdReport, EventPage, Role, SetRole)
     others = (ProveMembership, ProofOfMembership, ClaimPlanning, PlanningLease, ProcessSpans)
-    document = ApiDocument("prfaas kvd", (*kinds, *more, *others), KvdErrorBody, _REASONS)
+    records = (PutRecord, RecordPut, PlanningRecord)
+    document = ApiDocument("prfaas kvd", (*kinds, *more, *others, *records), KvdErrorBody, _REASONS)
     ref, add = document.ref, document.add
     keyed = (401,) if with_keys else ()
     reading = (*keyed, *_READING)
@@ -131,6 +135,18 @@ def openapi(*, with_keys: bool) -> bytes:
     )
     planning = "Claims, renews or gives up the planning lease; tells which gateway has it."
     post("/v1/planning", planning, ClaimPlanning, PlanningLease)
+    add(
+        "get",
+        "/v1/records",
+        "A planning record: the plan, or an order to drain a cluster.",
+        {JSON: ref(PlanningRecord)},
+        errors=(*keyed, 404),
+        parameters=[parameter("name", {"type": "string"})],
+    )
+    put = (
+        "Keeps a planning record, unless a later version is kept or a later planner has the lease."
+    )
+    post("/v1/records", put, PutRecord, RecordPut)
     add(
         "post",
         "/v1/prove",

@@ -23,6 +23,7 @@ from prfaas.contracts.kvd_api import (
     shapes_of,
 )
 from prfaas.kvd.engine_socket.server import EngineSocketServer
+from prfaas.kvd.planning_records import PlanningRecords
 from prfaas.kvd.store import Storage, Store
 from prfaas.kvd.transfers.incoming import IncomingTransfers
 from prfaas.kvd.transfers.links import Links
@@ -74,6 +75,7 @@ class Reporter:
         lateness: LatenessMonitor,
     ) -> None:
         self.role = Role()
+        self.records = PlanningRecords()
         self._store = store
         self._incoming = incoming
         self._outgoing = outgoing
@@ -115,6 +117,7 @@ class Reporter:
             next_seq=self._store.events.nodes,
             late_s=round(self._lateness.within(LATE_WINDOW_S), 4),
             more_pools=pools[1:],
+            records=tuple(self.records),
         )
 
     def metrics(self) -> bytes:

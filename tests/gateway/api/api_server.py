@@ -150,7 +150,7 @@ class OneNode:
     def describe(self, explanation: Explanation) -> dict[str, Any]:
         return {"threshold_tokens": explanation.threshold_tokens}
 
-    def drain(self, cluster: str, drained: bool) -> dict[str, Any]:
+    async def drain(self, cluster: str, drained: bool) -> dict[str, Any]:
         if cluster != "pd":
             raise RequestError(400, "unknown_cluster", f"no cluster {cluster!r}", param="cluster")
         self.drained[cluster] = drained

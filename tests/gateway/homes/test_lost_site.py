@@ -18,7 +18,8 @@ from prfaas.http_client.client import open_client
 from prfaas.scheduler.plan import Plan
 from prfaas.testing.clock import FakeClock
 from prfaas.types import ClusterId, NodeId
-from tests.gateway.homes.regions import EAST, NODES, W0, W1, WEST, regions
+from tests.gateway.homes.regions import E0, E1, EAST, F0, NODES, W0, W1, WEST, regions
+from tests.gateway.planning.kept import of_older_kvds
 from tests.gateway.reports import appear
 
 
@@ -42,7 +43,8 @@ async def test_the_next_planner_plans_without_the_lost_site_and_with_it_after_it
     both = (EAST, WEST)
     router.follow({h: replace(plan, together=both) for h, plan in router.plans.items()})
     traffic = HomeTraffic(fleet.homes, clock.now(), deployment.scheduler.replan.window_s)
-    coordination = Elected(traffic.histories, plans=False)
+    kept = await of_older_kvds(deployment, made.network, fleet, clock)
+    coordination = Elected(traffic.histories, kept, plans=False)
     async with open_client() as http, BackgroundCalls(0.0) as calls:
         for member in fleet.members:
             member.kvd_url = "http://127.0.0.1:1"  # no process listens
@@ -59,6 +61,9 @@ async def test_the_next_planner_plans_without_the_lost_site_and_with_it_after_it
             fleet.record_problem(made.member(node), "kvd", ConnectionLost("it was killed"))
         await loop._step()
         assert router.plans[EAST] == before, "a gateway that follows makes no plan"
+        clock.advance(2 * fleet.timeouts.first_plan_s)
+        for node in (E0, E1, F0):
+            appear(fleet, made.member(node), str(node), clock.now())
         coordination.plans = True
         await loop._step()
         left = router.plans[EAST]

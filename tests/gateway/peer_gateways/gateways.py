@@ -13,11 +13,10 @@ from prometheus_client.core import Metric
 
 from prfaas.clock import MonotonicClock
 from prfaas.config.deployment import GatewayEntry
-from prfaas.contracts.gateway_api import GatewayReport, NodeLoad, SharedPlan
+from prfaas.contracts.gateway_api import GatewayReport, NodeLoad
 from prfaas.contracts.kvd_api import Heartbeat
 from prfaas.errors import RequestError
 from prfaas.gateway.api.credentials import GatewayCredentials
-from prfaas.gateway.peers.drains import Drains
 from prfaas.gateway.peers.peers import PeerGateways, PeerRules
 from prfaas.gateway.peers.traffic_rows import TrafficRows
 from prfaas.gateway.process import GatewayOptions, serving
@@ -43,9 +42,10 @@ class ReportingBackend:
         self._instance = f"process {next(_INSTANCES)}"
         self._clock = MonotonicClock()
         self.rows = TrafficRows()
-        self.drains = Drains([ClusterId("east"), ClusterId("west"), ClusterId("north")])
+        self.drained: frozenset[str] = frozenset()
         self.loads: dict[str, NodeLoad] = {}
-        self.plan_followed: SharedPlan | None = None
+        self.followed: tuple[int, int] | None = None
+        self.epoch = 0
         self.plans = False
         self.draining: tuple[str, ...] = ()
         self.polls: list[int] = []
@@ -56,24 +56,22 @@ class ReportingBackend:
     def gateway_report(self, after: int) -> GatewayReport | None:
         self.polls.append(after)
         first, rows = self.rows.rows_after(after, self._clock.now())
-        plan = self.plan_followed
         return GatewayReport(
             cluster=self._cluster,
             instance=self._instance,
-            epoch=0 if plan is None else plan.epoch,
+            epoch=self.epoch,
             plans=self.plans,
-            plan=plan,
             loads=self.loads,
             uses={},
-            drains={str(name): order for name, order in self.drains.orders.items()},
             draining=self.draining,
             first_row=first,
             rows=rows,
+            followed=self.followed,
+            drained=tuple(self.drained),
         )
 
-    def drain(self, cluster: str, drained: bool) -> dict[str, Any]:
-        order = self.drains.set(ClusterId(cluster), drained)
-        return {"cluster": cluster, "drained": order.drained}
+    async def drain(self, cluster: str, drained: bool) -> dict[str, Any]:
+        raise RequestError(400, "unknown_cluster", "this gateway has no clusters")
 
     def answer(
         self, request: GatewayRequest, trace: RequestTrace

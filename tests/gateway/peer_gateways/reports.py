@@ -6,17 +6,15 @@ from typing import Any
 
 import msgspec
 
-from prfaas.contracts.gateway_api import GatewayReport, SharedPlan
+from prfaas.contracts.gateway_api import GatewayReport
 
 EMPTY = GatewayReport(
     cluster="west",
     instance="first",
     epoch=0,
     plans=False,
-    plan=None,
     loads={},
     uses={},
-    drains={},
     draining=(),
     first_row=1,
     rows=(),
@@ -30,7 +28,3 @@ def report(**fields: Any) -> GatewayReport:
 
 def sent(made: GatewayReport) -> GatewayReport:
     return msgspec.json.decode(msgspec.json.encode(made), type=GatewayReport)
-
-
-def plan(epoch: int, number: int, *draining: str) -> SharedPlan:
-    return SharedPlan(epoch, number, {}, draining)

@@ -15,12 +15,12 @@ from prfaas.gateway.peers.traffic_rows import TrafficFollower
 from prfaas.lateness import LateSince, never_late
 from prfaas.scheduler.long_term.traffic import TrafficHistory
 from prfaas.types import ClusterId, NodeId
-from tests.gateway.peer_gateways.reports import plan, report
+from tests.gateway.peer_gateways.reports import report
 
 NODE, NORTH = NodeId("north-0"), ClusterId("north")
 LOADED = report(
     plans=True,
-    plan=plan(2, 7),
+    followed=(2, 7),
     loads={NODE: NodeLoad(3, 1.0, 4)},
     uses={NORTH: ClusterUse(8.0, True)},
 )

@@ -12,22 +12,20 @@ from prfaas.config.deployment import GatewayEntry
 from prfaas.contracts.gateway_api import (
     MAX_REPORT_BYTES,
     REPORT_PATH,
-    DrainOrder,
-    HomePlan,
+    GatewayReport,
     NodeLoad,
-    SharedPlan,
 )
 from prfaas.gateway.peers.peers import OthersWork, PeerGateways
 from prfaas.security.shared_key import SharedKey
 from prfaas.types import ClusterId, NodeId
 from tests.gateway.backends import until
 from tests.gateway.peer_gateways.gateways import gateways, polling
-from tests.gateway.peer_gateways.reports import plan, report
+from tests.gateway.peer_gateways.reports import report
 from tests.gateway.peers import Peer, peer
 
 GET = f"GET {REPORT_PATH}"
 NODE = NodeId("north-0")
-WEST, SOUTH, NORTH = ClusterId("west"), ClusterId("south"), ClusterId("north")
+WEST, SOUTH = ClusterId("west"), ClusterId("south")
 NOTHING = OthersWork(0, 0.0, 0)
 
 
@@ -61,7 +59,7 @@ async def test_what_the_others_have_is_summed_up() -> None:
             await until(lambda: others(peers)[0::2] == (4, 2) and 5000 < others(peers)[1] < 10000)
             assert not east.backend.polls
             assert peers.others_at(NodeId("other"), MonotonicClock().now()) == NOTHING
-            assert peers.newest_plan() is None and peers.highest_epoch() == 0
+            assert peers.highest_epoch() == 0
             assert {status.url for status in peers.statuses()} == {west.url, south.url}
 
 
@@ -73,17 +71,19 @@ async def test_a_killed_gateway_counts_no_more_until_it_is_started_again(
         west, south = made
         async with polling([one.entry for one in made]) as peers:
             west.backend.loads = {NODE: NodeLoad(2, 0.0, 1)}
-            west.backend.plan_followed, west.backend.plans = plan(4, 2), True
+            west.backend.followed, west.backend.plans, west.backend.epoch = (4, 2), True, 4
+            south.backend.epoch = 3
             for number in range(1, 4):
                 west.backend.finish_request(number)
             await until(lambda: len(recorded(peers, WEST)) == 3 and others(peers).decodes == 1)
             first = {status.cluster: status for status in peers.statuses()}
             assert first[WEST].plans and first[WEST].followed == (4, 2)
+            await until(lambda: peers.highest_epoch() == 4)
 
             await west.kill()
             await until(lambda: living(peers) == {"south"})
             assert others(peers) == NOTHING
-            assert (peers.newest_number, peers.highest_epoch()) == ((4, 2), 4)
+            assert peers.highest_epoch() == 3, "what a dead gateway has said does not count"
             assert f"the gateway of west at {west.url} does not answer" in caplog.text
 
             await west.start()
@@ -94,17 +94,15 @@ async def test_a_killed_gateway_counts_no_more_until_it_is_started_again(
             again = {status.cluster: status for status in peers.statuses()}
             assert again[WEST].instance != first[WEST].instance and not again[WEST].plans
             assert again[SOUTH].instance == first[SOUTH].instance
-            assert peers.newest_number == (4, 2)  # a plan outlives the process that reported it
             assert f"the gateway of west at {west.url} answers" in caplog.text
 
 
 async def test_the_state_shows_which_clusters_each_gateway_has_drained() -> None:
     async with gateways("west") as (west,), polling([west.entry]) as peers:
-        west.backend.drains.set(NORTH, True)
-        west.backend.drains.set(WEST, False)
+        west.backend.drained = frozenset({"north"})
         await until(lambda: peers.statuses()[0].drained == {"north"})
         assert msgspec.to_builtins(peers.statuses()[0])["drained"] == ["north"]
-        west.backend.drains.set(NORTH, False)
+        west.backend.drained = frozenset()
         await until(lambda: peers.statuses()[0].drained == frozenset())
 
 
@@ -116,38 +114,6 @@ async def test_a_gateway_that_starts_later_is_found() -> None:
             assert not peers.living() and peers.statuses()[0].instance == ""
             await west.start()
             await until(lambda: living(peers) == {"west"} and not peers.statuses()[0].problem)
-
-
-async def test_the_highest_plan_is_followed_with_its_age() -> None:
-    home = HomePlan(1, {}, {}, {}, 1.0, 5.0, "why", {"west-0": 7.0})
-    async with gateways("west", "south") as made:
-        west, south = made
-        async with polling([one.entry for one in made]) as peers:
-            west.backend.plan_followed = plan(2, 9)
-            await until(lambda: peers.newest_number == (2, 9))
-            south.backend.plan_followed = SharedPlan(3, 1, {"west": home})
-            await until(lambda: peers.newest_number == (3, 1))
-            west.backend.plan_followed = plan(2, 10)
-            await until(lambda: (2, 10) in {status.followed for status in peers.statuses()})
-            newest = peers.newest_plan()
-            assert newest is not None and newest.epoch == 3
-            aged = newest.homes["west"]
-            assert aged.age_s > 5.0 and aged.converted_age_s["west-0"] - aged.age_s == 2.0
-            # The gateway that plans also says which nodes it drains now.
-            west.backend.plan_followed, west.backend.plans = plan(3, 1, "west-0"), True
-            await until(lambda: getattr(peers.newest_plan(), "draining", ()) == ("west-0",))
-
-
-async def test_orders_of_all_gateways_are_merged() -> None:
-    async with gateways("west", "south") as made:
-        west, south = made
-        async with polling([one.entry for one in made]) as peers:
-            order = west.backend.drains.set(NORTH, True)
-            await until(lambda: peers.drains({}) == {NORTH: order})
-            newer = DrainOrder(False, order.version + 1)
-            assert peers.drains({NORTH: newer}) == {NORTH: newer}
-            south.backend.drains.merge({NORTH: newer})
-            await until(lambda: peers.drains({}) == {NORTH: newer})
 
 
 async def test_a_gateway_that_is_slow_is_not_alive(caplog: pytest.LogCaptureFixture) -> None:
@@ -206,7 +172,7 @@ async def test_a_bad_report_is_ignored_with_a_reason(
             problem = peers.statuses()[0].problem
             assert reason in problem and problem in caplog.text
             assert caplog.text.count(f"the gateway of west at {west.url} does not") == 1
-            assert peers.highest_epoch() == 0 and peers.newest_plan() is None
+            assert peers.highest_epoch() == 0
             # The others are polled on, and this one as well.
             await until(lambda: living(peers) == {"south"})
             await west.script(GET, report(epoch=7))
@@ -229,3 +195,15 @@ async def test_an_only_gateway_polls_no_other_one() -> None:
     async with gateways("east") as (east,), polling([east.entry]) as peers:
         assert not peers.statuses() and not peers.traffic and others(peers) == NOTHING
     assert not east.backend.polls
+
+
+def test_reports_and_gateways_of_an_earlier_version_understand_each_other() -> None:
+    """They report the plan and orders to drain, and require these fields."""
+    made = msgspec.to_builtins(report(followed=(2, 7), drained=("north",)))
+    assert made["plan"] is None and made["drains"] == {}
+    order = {"drained": True, "version": 7}
+    plan = {"epoch": 2, "number": 7, "homes": {}, "draining": []}
+    earlier = {**made, "plan": plan, "drains": {"north": order}}
+    del earlier["followed"], earlier["drained"]
+    read = msgspec.convert(earlier, GatewayReport)
+    assert read.followed is None and read.drained == () and read.cluster == "west"

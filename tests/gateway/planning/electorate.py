@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import TypeAlias
 
 from prfaas.contracts.kvd_api import LONGEST_LEASE_S, ClaimPlanning, PlanningLease
 from prfaas.gateway.planning.candidacy import RENEW_S, Candidacy
@@ -17,6 +18,10 @@ from prfaas.kvd.planning_lease import Promise, decide, first_promise
 
 REPORTS_S = 0.25  # between two reports that gateways send each other
 LONGEST_PAUSE_S = 2.5 * LONGEST_LEASE_S
+
+
+# What a kvd answers instead of the truth. It keeps its promises, so it never grants two leases.
+Lie: TypeAlias = Callable[[ClaimPlanning, PlanningLease], PlanningLease]
 
 
 @dataclass
@@ -54,6 +59,8 @@ class Electorate:
         self.pauses = 0.0  # the share of claims after which the gateway pauses, before the answers
         self.cuts: set[tuple[str, str]] = set()  # pairs of instance and URL without a connection
         self.planners: list[tuple[float, str, int]] = []  # since when, instance, epoch
+        self.lies: dict[str, Lie] = {}  # by the URL of a kvd
+        self.epochs_rise = True
         self._with_reports = with_reports
         self._reported_epoch = 0
         self._numbers = count()
@@ -89,7 +96,7 @@ class Electorate:
 
     def kill(self, gateway: SimulatedGateway) -> None:
         """Others have heard of its epoch: if they had not, and all kvds restart, none knows it."""
-        self._reported_epoch = max(self._reported_epoch, gateway.candidacy.highest_epoch)
+        self._reported_epoch = max(self._reported_epoch, gateway.candidacy.majority_epoch)
         gateway.dead = True
         self.gateways.remove(gateway)
 
@@ -145,6 +152,7 @@ class Electorate:
             if gateway.round != number:
                 return
             gateway.round += 1  # it has ended
+            gateway.waiting.clear()
             given_up = gateway.candidacy.end_round(self.now_s)
             if given_up is not None:
                 self._send_all(gateway, given_up)
@@ -165,6 +173,8 @@ class Electorate:
             if kvd.down:
                 return
             kvd.promise, lease = decide(kvd.promise, claim, self.now_s)
+            if url in self.lies:
+                lease = self.lies[url](claim, lease)
             if not self._is_lost(gateway, url):
                 self._at(self._delay_s(), lambda: answer(lease))
 
@@ -177,8 +187,8 @@ class Electorate:
 
         def receive(lease: PlanningLease) -> None:
             candidacy.receive(url, claim, sent_s, lease, self.now_s)
-            if gateway.round == number:
-                gateway.waiting.discard(url)
+            if gateway.round == number and url in gateway.waiting:
+                gateway.waiting.remove(url)
                 if not gateway.waiting:
                     self._end_round(gateway, number)
 
@@ -195,7 +205,7 @@ class Electorate:
 
     def _report(self) -> None:
         for gateway in self.gateways:
-            self._reported_epoch = max(self._reported_epoch, gateway.candidacy.highest_epoch)
+            self._reported_epoch = max(self._reported_epoch, gateway.candidacy.majority_epoch)
         self._at(REPORTS_S, self._report)
 
     def _check(self) -> None:
@@ -205,7 +215,8 @@ class Electorate:
             planner = gateway.candidacy.instance, gateway.candidacy.epoch
             last = self.planners[-1] if self.planners else (0.0, "", 0)
             if planner != last[1:]:
-                assert planner[1] > last[2], f"{planner} follows {last}"
+                rises = planner[1] > last[2]
+                assert rises or not self.epochs_rise, f"{planner} follows {last}"
                 self.planners.append((self.now_s, *planner))
 
 

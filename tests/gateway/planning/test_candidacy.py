@@ -5,10 +5,21 @@ from __future__ import annotations
 from itertools import combinations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from prfaas.contracts.kvd_api import LONGEST_LEASE_S, MOST_EPOCH, ClaimPlanning, PlanningLease
-from prfaas.gateway.planning.candidacy import MARGIN_S, RENEW_S, Candidacy, has_majority
-from tests.gateway.planning.electorate import Electorate, disturb
+from prfaas.gateway.planning.candidacy import (
+    MARGIN_S,
+    MOST_AHEAD,
+    RENEW_S,
+    WIN_BACK_S,
+    Candidacy,
+    has_majority,
+    majority_epoch,
+)
+from prfaas.kvd.planning_lease import Promise
+from tests.gateway.planning.electorate import Electorate, Lie, disturb
 
 FEW_ROUNDS_S = 8 * RENEW_S
 SETTLED_S = 30.0  # after faults: the longest lease, the longest wait before a claim, and ties
@@ -57,6 +68,85 @@ def test_never_two_gateways_plan_at_once(seed: int, restarts: bool) -> None:
         electorate.kill(planner)
         electorate.run(electorate.now_s + LONGEST_LEASE_S + FEW_ROUNDS_S)
         (planner,) = electorate.planning
+
+
+LIES: dict[str, Lie] = {
+    "the last epoch": lambda claim, lease: PlanningLease("x", MOST_EPOCH, False, 0.0),
+    "almost the last": lambda claim, lease: PlanningLease("x", MOST_EPOCH - 2, False, 60.0),
+    "the next one": lambda claim, lease: PlanningLease("x", claim.epoch + 1, False, 60.0),
+    "the same one": lambda claim, lease: PlanningLease("x", claim.epoch, False, 0.0),
+    "none": lambda claim, lease: PlanningLease("", 0, False, 0.0),
+    "a wrong grant": lambda claim, lease: PlanningLease("x", MOST_EPOCH, True, 60.0),
+    "far beside a grant": lambda claim, lease: PlanningLease(
+        lease.gateway, lease.epoch + MOST_AHEAD, lease.granted, lease.left_s
+    ),
+}
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("lie", LIES)
+def test_a_kvd_that_lies_about_epochs_ends_no_planning(lie: str, seed: int, restarts: bool) -> None:
+    gateways = 2 + seed % 2
+    electorate = Electorate(f"{lie} {seed}", gateways, 3 + 2 * (seed % 2), with_reports=True)
+    electorate.lies[electorate.random.choice(electorate.urls)] = LIES[lie]
+    # What a lie has added counts no more when a majority and the candidate have been restarted.
+    electorate.epochs_rise = not restarts
+    disturb(electorate, 60.0, restarts=restarts)
+    electorate.run(electorate.now_s + SETTLED_S)
+    (planner,) = electorate.planning
+    since_s = electorate.now_s
+    electorate.run(since_s + 60.0)
+    assert electorate.planning == [planner], "it goes on"
+    renewed = [at_s for at_s, _, _ in electorate.planners if at_s > since_s]
+    assert len(renewed) <= 60.0 / WIN_BACK_S, "a lie costs a claim from time to time"
+    assert planner.candidacy.epoch < 1000 * MOST_AHEAD
+    for _ in range(gateways - 1):
+        electorate.kill(planner)
+        electorate.run(electorate.now_s + LONGEST_LEASE_S + FEW_ROUNDS_S)
+        (planner,) = electorate.planning
+    electorate.start_gateway()  # that has heard nothing yet
+    electorate.kill(planner)
+    electorate.run(electorate.now_s + LONGEST_LEASE_S + FEW_ROUNDS_S)
+    assert len(electorate.planning) == 1
+
+
+def test_a_minority_that_is_far_ahead_is_reached_in_several_claims() -> None:
+    """Two of three kvds and all gateways were restarted."""
+    electorate = Electorate("ahead", 2, 3, with_reports=True)
+    ahead = 3 * MOST_AHEAD
+    electorate.kvds[electorate.urls[2]].promise = Promise("gone", ahead, 0.0)
+    electorate.run(LONGEST_LEASE_S + FEW_ROUNDS_S + 5 * WIN_BACK_S)
+    (planner,) = electorate.planning
+    assert planner.candidacy.epoch > ahead
+    instance = planner.candidacy.instance
+    assert {kvd.promise.gateway for kvd in electorate.kvds.values()} == {instance}
+
+
+@pytest.mark.parametrize(
+    ("epochs", "found"),
+    [
+        ((), 0),
+        ((7,), 0),
+        ((7, 5), 5),
+        ((MOST_EPOCH, 5), 5),
+        ((MOST_EPOCH, 5, 4), 5),
+        ((0, 5, 4), 4),
+        ((0, 0, 4), 0),
+    ],
+)
+def test_what_a_majority_has_promised(epochs: tuple[int, ...], found: int) -> None:
+    assert majority_epoch(dict(zip(URLS, epochs, strict=False)), URLS) == found
+
+
+@given(st.lists(st.integers(0, MOST_EPOCH), min_size=1, max_size=7), st.integers(0, 7))
+def test_some_majority_is_at_that_epoch_and_none_beyond(epochs: list[int], stated: int) -> None:
+    heard = {f"http://{number}": epoch for number, epoch in enumerate(epochs)}
+    found = majority_epoch(heard, heard, stated)
+    reached = {url for url, epoch in heard.items() if epoch >= found}
+    beyond = {url for url, epoch in heard.items() if epoch > found}
+    assert found == 0 or has_majority(reached, heard, stated)
+    assert not has_majority(beyond, heard, stated)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -164,9 +254,25 @@ def test_a_kvd_that_has_promised_as_high_an_epoch_to_another_is_won_back(other_e
 
 
 def test_the_last_epoch_is_not_exceeded() -> None:
+    candidacy = Candidacy("a")
+    for number in range(10):
+        last = dict.fromkeys(URLS, PlanningLease("b", MOST_EPOCH, False, 0.0))
+        claim, _ = play(candidacy, number * RENEW_S, last)
+        assert claim == ClaimPlanning("a", 0, 0.0)
+
+
+def test_hearsay_counts_little_and_is_not_passed_on() -> None:
     candidacy = planner()
     claim, _ = play(candidacy, 0.5, dict.fromkeys(URLS, granted(1)), seen_epoch=MOST_EPOCH)
-    assert claim.epoch == 1 and candidacy.plans(0.5)
+    assert claim.epoch == candidacy.highest_epoch == 2 + MOST_AHEAD and candidacy.plans(0.5)
+    assert candidacy.majority_epoch == 1
+    for number in range(9):
+        now_s = 0.5 + number * RENEW_S
+        assert now_s < 0.5 + WIN_BACK_S
+        won = dict.fromkeys(URLS, granted(claim.epoch))
+        assert play(candidacy, now_s, won, seen_epoch=MOST_EPOCH)[0] == claim
+    assert candidacy.plans(now_s) and candidacy.majority_epoch == claim.epoch
+    assert candidacy.first_epoch == 1, "its planning has not lapsed"
 
 
 def test_a_gateway_that_has_ended_claims_no_more() -> None:

@@ -30,6 +30,8 @@ class Following:
     plans: bool = False
     follows: bool = True
     epoch: int = 1
+    term: int = 1
+    is_informed: bool = True
     drains: set[NodeId] = field(default_factory=set)
 
     def draining(self) -> Collection[NodeId]:

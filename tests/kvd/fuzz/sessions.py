@@ -25,6 +25,7 @@ from prfaas.contracts.kvd_api import (
     OpenTransfer,
     PullPrefix,
     PushPrefix,
+    PutRecord,
     Role,
     shapes_of,
 )
@@ -294,6 +295,14 @@ class Sessions:
         if rng.random() < 0.5:
             claim = ClaimPlanning(rng.choice("ab"), rng.randrange(4), rng.choice((0.0, 1.0, 60.0)))
             return Request("POST", "/v1/planning", {}, claim)
+        if rng.random() < 0.5:
+            name, number = rng.choice(("plan", "drain/west")), rng.randrange(4)
+            data = rng.randbytes(rng.choice((0, 10, 1_000)))
+            epoch, planning = rng.randrange(3), rng.randrange(3)
+            put = PutRecord(name, epoch, number, data, planning_epoch=planning)
+            return Request("POST", "/v1/records", {}, put)
+        if rng.random() < 0.5:
+            return Request("GET", "/v1/records", {"name": "plan"})
         return Request("GET", "/v1/role", {})
 
     def open(self, prompt: Sequence[int], compat: Compat | None = None) -> Request:

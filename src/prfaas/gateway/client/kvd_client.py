@@ -14,14 +14,18 @@ import msgspec
 from prfaas.config.gateway import DEFAULTS, GatewayTimeouts
 from prfaas.contracts.kvd_api import (
     LONGEST_WAIT_S,
+    MAX_RECORD_BYTES,
     AbortTransfer,
     ClaimPlanning,
     EventPage,
     KvdReport,
     OpenTransfer,
     PlanningLease,
+    PlanningRecord,
     PrefixPulled,
     PullPrefix,
+    PutRecord,
+    RecordPut,
     Role,
     SetRole,
     TransferStatus,
@@ -35,6 +39,7 @@ from prfaas.types import Grant, NodeId, NotNow, TransferId
 
 REPORT_BYTES = 2 << 20
 EVENTS_BYTES = 64 << 20  # a snapshot of 1.4 million block hashes
+RECORD_BYTES = 2 * MAX_RECORD_BYTES  # as base64
 SMALL_BYTES = 64 << 10  # the other responses
 _MOST_TOKENS, _MOST_BYTES = 2**31, 2**44  # of one prefix
 _ASK_AGAIN_S = 0.1  # after a long poll that ended without news
@@ -168,6 +173,25 @@ class KvdClient:
             timeout_s=self._timeouts.kvd_call_s,
             body=msgspec.json.encode(claim),
             max_bytes=SMALL_BYTES,
+        )
+
+    async def put_record(self, record: PutRecord) -> RecordPut:
+        return await self._http.request_json(
+            "POST",
+            f"{self.url}/v1/records",
+            RecordPut,
+            timeout_s=self._timeouts.kvd_call_s,
+            body=msgspec.json.encode(record),
+            max_bytes=SMALL_BYTES,
+        )
+
+    async def record(self, name: str) -> PlanningRecord:
+        return await self._http.request_json(
+            "GET",
+            f"{self.url}/v1/records?name={quote(name, safe='')}",
+            PlanningRecord,
+            timeout_s=self._timeouts.kvd_call_s,
+            max_bytes=RECORD_BYTES,
         )
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
 
 import msgspec
 
@@ -20,28 +19,18 @@ from prfaas.gateway.fleet.gateway_work import OthersWork
 from prfaas.gateway.homes.fair_access import FairAccess
 from prfaas.gateway.homes.traffic import HomeTraffic
 from prfaas.gateway.peers.among import AmongGateways
-from prfaas.gateway.peers.drains import Drains
 from prfaas.gateway.peers.peers import POLL_S, PeerGateways, PeerRules
 from prfaas.gateway.peers.traffic_rows import TrafficRows
 from prfaas.gateway.planning.candidacy import RENEW_S
 from prfaas.gateway.planning.election import Election
+from prfaas.gateway.planning.electors import Electors
+from prfaas.gateway.planning.kept_plans import KeptPlans
 from prfaas.gateway.router import Router
 from prfaas.http_client.client import HttpClient
 from prfaas.lateness import LateSince
-from prfaas.planner.network.problem import NetworkProblem
 from prfaas.scheduler.homes.fair_shares import TIME_CONSTANT_S
-from prfaas.scheduler.homes.plans import home_name
-from prfaas.scheduler.plan import hardware_for
 from prfaas.supervision import repeat
 from prfaas.types import ClusterId, NodeId
-
-
-def stated_kvds(deployment: Deployment) -> int:
-    """How many kvds elect the gateway that plans, where the file does not list them: one for each
-    instance. 0: the file lists those that do."""
-    if any(cluster.nodes for cluster in deployment.clusters):
-        return 0
-    return sum(cluster.instances for cluster in deployment.clusters)
 
 
 class Federation:
@@ -53,10 +42,13 @@ class Federation:
         http: HttpClient,
         clock: Clock,
         late_since: LateSince,
+        electors: Electors,
+        kept: KeptPlans,
     ) -> None:
         self.own = own
         self._fleet = fleet
         self._http = http
+        self._kept = kept
         self._clock = clock
         self._rules = deployment.scheduler
         self._instance = secrets.token_hex(16)
@@ -66,29 +58,24 @@ class Federation:
         )
         self._election = Election(
             self._instance,
-            self._kvd_urls,
+            electors.urls,
             self._claim,
             clock,
-            self.peers.highest_epoch,
-            stated_kvds(deployment),
+            lambda: max(self.peers.highest_epoch(), kept.epoch),
+            electors.stated,
         )
         self._rows = TrafficRows()
         fleet.work.share_with(self._others_at)
 
-    def coordination(self, network: NetworkProblem, traffic: HomeTraffic) -> AmongGateways:
+    def coordination(self, traffic: HomeTraffic) -> AmongGateways:
         """`traffic`: of this gateway; the other gateways are told about it from now on."""
         traffic.tell(self._rows.observe)
-        policy = self._rules.policy
-        problems = {home_name(h): hardware_for(policy, h.problem) for h in network.homes}
-        return AmongGateways(
-            self.peers, self._election, problems, self._rules.replan, traffic, self._clock
-        )
+        return AmongGateways(self.peers, self._election, self._kept, traffic, self._clock)
 
-    async def run(self, router: Router, drains: Drains) -> None:
+    async def run(self, router: Router) -> None:
         """Takes part until cancelled."""
 
         async def watch() -> None:
-            self._follow_drains(drains)
             self._fleet.work.record_others()
             if router.waiting_room:
                 router.retry_waiting()
@@ -99,17 +86,11 @@ class Federation:
             group.create_task(repeat(self._election.step, RENEW_S, failures, loop="election"))
             group.create_task(repeat(watch, POLL_S, failures, loop="gateways"))
 
-    def _follow_drains(self, drains: Drains) -> None:
-        if drains.merge(self.peers.drains(drains.orders)):
-            self._fleet.set_drained(drains.drained)
-
     async def leave(self) -> None:
         """For a clean stop, after `run` has ended: another gateway plans at once."""
         await self._election.give_up()
 
-    def report(
-        self, coordination: AmongGateways, shares: FairAccess, drains: Drains, after: int
-    ) -> GatewayReport:
+    def report(self, coordination: AmongGateways, shares: FairAccess, after: int) -> GatewayReport:
         """This gateway, as the others see it."""
         now_s = self._clock.now()
         first, rows = self._rows.rows_after(after, now_s)
@@ -117,26 +98,19 @@ class Federation:
         return GatewayReport(
             cluster=self.own,
             instance=self._instance,
-            epoch=coordination.highest_epoch,
+            epoch=coordination.majority_epoch,
             plans=coordination.plans,
-            plan=coordination.shared_plan(),
             loads={str(node): NodeLoad(*load) for node, load in loads.items()},
             uses=shares.uses_of([self.own], now_s),
-            drains={str(cluster): order for cluster, order in drains.orders.items()},
             draining=tuple(sorted(self._fleet.roles.draining)),
             first_row=first,
             rows=rows,
+            followed=coordination.followed,
+            drained=tuple(sorted(self._fleet.drained)),
         )
 
     def _others_at(self, node: NodeId) -> OthersWork:
         return self.peers.others_at(node, self._clock.now())
-
-    def _kvd_urls(self) -> Sequence[str]:
-        """Those of the deployment file, which all gateways read; where it lists none, those that
-        have registered, and of a kvd that has moved its new address."""
-        members = list(self._fleet.members)
-        listed = [m.kvd_url for m in members if m.listed]
-        return listed or [m.kvd_url for m in members if not m.has_duplicate_name]
 
     async def _claim(self, url: str, claim: ClaimPlanning) -> PlanningLease:
         return await KvdClient(self._http, url, self._fleet.timeouts).claim_planning(claim)

@@ -54,5 +54,5 @@ class DeploymentPaths:
                     f"the body is not an order: {error}",
                     fix='send {"cluster": "NAME", "drained": true}',
                 ) from None
-        answer = self._backend.drain(order.cluster, order.drained)
+        answer = await self._backend.drain(order.cluster, order.drained)
         return web.Response(body=msgspec.json.encode(answer), content_type="application/json")

@@ -102,16 +102,14 @@ class Peer:
 
     def status(self, now_s: float) -> PeerStatus:
         alive, report = self.is_alive(now_s), self.report
-        plan = None if report is None else report.plan
-        orders = {} if report is None else report.drains
         return PeerStatus(
             cluster=self.cluster,
             url=self.url,
             alive=alive,
             plans=alive and report is not None and report.plans,
             instance="" if report is None else report.instance,
-            followed=None if plan is None else (plan.epoch, plan.number),
+            followed=None if report is None else report.followed,
             draining=frozenset() if report is None else frozenset(report.draining),
-            drained=frozenset(name for name, order in orders.items() if order.drained),
+            drained=frozenset() if report is None else frozenset(report.drained),
             problem=self._problem,
         )

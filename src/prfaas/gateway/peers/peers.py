@@ -17,15 +17,11 @@ from prfaas.contracts.gateway_api import (
     MAX_REPORT_BYTES,
     REPORT_PATH,
     ClusterUse,
-    DrainOrder,
     GatewayReport,
-    SharedPlan,
 )
 from prfaas.errors import ConnectionLost, PeerError
 from prfaas.gateway.fleet.gateway_work import OthersWork
-from prfaas.gateway.peers.drains import merge_orders
 from prfaas.gateway.peers.peer import Peer, PeerStatus
-from prfaas.gateway.peers.plan_codec import aged
 from prfaas.gateway.peers.traffic_rows import TrafficFollower
 from prfaas.http_client.client import HttpClient
 from prfaas.lateness import LateSince
@@ -71,8 +67,6 @@ class PeerGateways:
             for entry in entries
             if entry.cluster != own
         ]
-        self._highest_epoch = 0
-        self._newest: tuple[SharedPlan, float] | None = None  # and when it was reported
 
     async def run(self) -> None:
         """Polls until cancelled."""
@@ -104,30 +98,11 @@ class PeerGateways:
         """By home. Every other home has a history, also before its gateway has answered."""
         return {peer.cluster: peer.follower.history for peer in self._peers}
 
-    @property
-    def newest_number(self) -> tuple[int, int] | None:
-        """Epoch and number of `newest_plan`."""
-        return None if self._newest is None else _number(self._newest[0])
-
-    def newest_plan(self) -> SharedPlan | None:
-        """The plan with the highest epoch and number that any gateway has reported, also one that
-        died since. Its ages are those of now."""
-        if self._newest is None:
-            return None
-        plan, at_s = self._newest
-        return aged(plan, max(self._clock.now() - at_s, 0.0))
-
     def highest_epoch(self) -> int:
-        """Of all reports so far; 0 before the first one."""
-        return self._highest_epoch
-
-    def drains(self, own: Mapping[ClusterId, DrainOrder]) -> dict[ClusterId, DrainOrder]:
-        """The orders of this gateway and of all reports, also of gateways that died since."""
-        reports = [peer.report for peer in self._peers if peer.report is not None]
-        return merge_orders(
-            own,
-            *({ClusterId(name): order for name, order in r.drains.items()} for r in reports),
-        )
+        """Of the gateways that are alive: what others have said before does not count for ever."""
+        now_s = self._clock.now()
+        reports = [peer.report for peer in self._peers if peer.is_alive(now_s)]
+        return max((report.epoch for report in reports if report is not None), default=0)
 
     def statuses(self) -> list[PeerStatus]:
         """Of all other gateways, also of those that have never answered."""
@@ -143,12 +118,9 @@ class PeerGateways:
         after = peer.follower.after
         try:
             report = await self._ask(peer.url, after)
-            now_s = self._clock.now()
-            peer.receive(report, after, now_s)
+            peer.receive(report, after, self._clock.now())
         except PeerError as error:
             peer.record_problem(error)
-        else:
-            self._record(report, now_s)
 
     async def _ask(self, url: str, after: int) -> GatewayReport:
         try:
@@ -163,18 +135,3 @@ class PeerGateways:
                 )
         except TimeoutError:
             raise ConnectionLost(f"{url}: no answer within {_POLL_LIMIT_S:g} s") from None
-
-    def _record(self, report: GatewayReport, now_s: float) -> None:
-        self._highest_epoch = max(self._highest_epoch, report.epoch)
-        plan, known = report.plan, self.newest_number
-        if plan is None:
-            return
-        self._highest_epoch = max(self._highest_epoch, plan.epoch)
-        newer = known is None or _number(plan) > known
-        # Of the same plan, the gateway that plans has the latest state: which nodes it drains.
-        if newer or (_number(plan) == known and report.plans):
-            self._newest = plan, now_s
-
-
-def _number(plan: SharedPlan) -> tuple[int, int]:
-    return plan.epoch, plan.number

@@ -13,12 +13,19 @@ asked, which was before the kvd granted it.
 For the same reason epochs rise from planner to planner, unless the kvd in common was restarted.
 Then they rise because every gateway claims a higher epoch than any that it has heard of, from kvds
 or from the reports of other gateways.
+
+One kvd, or one gateway, may name any epoch, and a majority names only what has happened. So the
+others' epochs count up to `MOST_AHEAD` above the highest that a majority has promised, and a
+gateway that plans claims a higher epoch for the sake of a minority only from time to time. A
+minority that is really further ahead is reached in several such claims.
 """
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Collection
+from bisect import bisect_left
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from prfaas.contracts.kvd_api import LONGEST_LEASE_S, MOST_EPOCH, ClaimPlanning, PlanningLease
@@ -27,6 +34,13 @@ RENEW_S = 0.5  # between two rounds
 # By which a lease ends earlier here than at the kvd: clocks differ in their rate.
 MARGIN_S = 0.25
 _MOST_DOUBLINGS = 3  # of the wait before a claim
+# A claim raises the epoch by one, a gateway makes at most one in a round, and each that fails
+# lengthens the wait before the next one. So many do not fail in a row.
+MOST_AHEAD = 1024
+# Between two claims with which a gateway that plans wins kvds back that have promised a higher
+# epoch. A kvd that always names a higher one then takes a century to use the epochs up, and makes
+# work every few seconds instead of in every round.
+WIN_BACK_S = 5.0
 
 
 def has_majority(granted: Collection[str], all_urls: Collection[str], stated: int = 0) -> bool:
@@ -45,6 +59,19 @@ def has_majority(granted: Collection[str], all_urls: Collection[str], stated: in
     return min(everywhere) in having
 
 
+def majority_epoch(epochs: Mapping[str, int], all_urls: Collection[str], stated: int = 0) -> int:
+    """The highest epoch that a majority of the kvds has promised or gone beyond. `epochs`: of the
+    latest promise of each kvd that has answered."""
+    ranked = sorted(epochs, key=lambda url: epochs[url], reverse=True)
+    # More kvds never lose the majority that fewer have.
+    needed = bisect_left(
+        range(len(ranked)),
+        True,
+        key=lambda last: has_majority(ranked[: last + 1], all_urls, stated),
+    )
+    return epochs[ranked[needed]] if needed < len(ranked) else 0
+
+
 @dataclass(frozen=True, slots=True)
 class _Heard:
     """What a kvd has promised, as of its latest answer."""
@@ -60,7 +87,9 @@ class Candidacy:
         self.instance = instance
         self._stated = stated
         self.epoch = 0  # with which this gateway plans, or has planned last
-        self.highest_epoch = 0  # heard of anywhere
+        self.first_epoch = 0  # with which that planning began: it has not lapsed since
+        self.highest_epoch = 0  # heard of anywhere, as far as it counts
+        self.majority_epoch = 0  # the highest that a majority of the kvds has promised
         self._urls: tuple[str, ...] = ()  # of all kvds
         self._claimed = 0  # the epoch that is claimed or renewed; 0: none
         self._given_up = 0  # an epoch that the kvds have not been told about
@@ -70,6 +99,7 @@ class Candidacy:
         self._heard: dict[str, _Heard] = {}
         self._answered: set[str] = set()  # in this round
         self._claim_at_s: float | None = None
+        self._won_back_s = -math.inf  # when this gateway, while it planned, claimed a new epoch
         self._failed_claims = 0  # in a row
         self._ended = False
         # Instances draw different waits, so two candidates that claim at the same moment, and keep
@@ -86,12 +116,14 @@ class Candidacy:
         self._until_s = {url: at_s for url, at_s in self._until_s.items() if url in self._urls}
         self._heard = {url: heard for url, heard in self._heard.items() if url in self._urls}
         self._answered.clear()
-        self.highest_epoch = max(self.highest_epoch, seen_epoch)
+        self._hear(seen_epoch)
         self._check_lapse(now_s)
         if not self._won and self._claimed:  # the previous round was cut short
             self._abandon()
         if self._is_due(now_s):
             self._claim_at_s = None
+            if self._won:
+                self._won_back_s = now_s
             self.highest_epoch += 1
             self._claimed = self.highest_epoch
             self._granted.clear()
@@ -103,21 +135,27 @@ class Candidacy:
         """The answer of the kvd at `url` to a claim that was sent at `sent_s`."""
         if url not in self._urls:
             return
-        self._heard[url] = _Heard(lease.gateway, lease.epoch, now_s + lease.left_s)
+        held_s = min(lease.left_s, LONGEST_LEASE_S)  # no kvd grants a longer lease
+        self._heard[url] = _Heard(lease.gateway, lease.epoch, now_s + held_s)
         self._answered.add(url)
-        self.highest_epoch = max(self.highest_epoch, lease.epoch)
         self._check_lapse(now_s)  # before a late answer prolongs a lease that has expired
         if not lease.granted or not claim.lease_s or claim.epoch != self._claimed:
             return
+        if (lease.gateway, lease.epoch) != (claim.gateway, claim.epoch):
+            return  # what it has promised is not what was claimed
         until_s = sent_s + min(claim.lease_s, lease.left_s)
         self._until_s[url] = max(until_s, self._until_s.get(url, until_s))
         self._granted.add(url)
         if has_majority(self._granted & self._held(now_s), self._urls, self._stated):
             self.epoch = self._claimed
+            if not self._won:
+                self.first_epoch = self.epoch
+            self.majority_epoch = max(self.majority_epoch, self.epoch)
             self._won, self._failed_claims = True, 0
 
     def end_round(self, now_s: float) -> ClaimPlanning | None:
         """The claim that tells all kvds that an epoch is given up, if one is."""
+        self._hear()
         self._check_lapse(now_s)
         if self._claimed and not self._won:
             self._failed_claims += 1
@@ -140,11 +178,22 @@ class Candidacy:
         if self._won:
             # A kvd that has promised this or a later epoch to a candidate that failed refuses this
             # gateway's renewals and roles. A later epoch replaces this gateway's own leases.
+            if now_s < self._won_back_s + WIN_BACK_S:
+                return False
             return self.highest_epoch > self._claimed or any(
                 heard.epoch == self._claimed and heard.gateway != self.instance
                 for heard in self._heard.values()
             )
         return self._claim_at_s is not None and now_s >= self._claim_at_s
+
+    def _hear(self, seen_epoch: int = 0) -> None:
+        """Counts the epochs of the latest answers, and that of others than kvds."""
+        heard = {url: heard.epoch for url, heard in self._heard.items()}
+        promised = majority_epoch(heard, self._urls, self._stated)
+        self.majority_epoch = max(self.majority_epoch, promised)
+        highest = max(seen_epoch, *heard.values(), 0)
+        highest = min(highest, self.majority_epoch + MOST_AHEAD)
+        self.highest_epoch = max(self.highest_epoch, self.majority_epoch, highest)
 
     def _choose_wait(self, now_s: float) -> None:
         """Of the next claim, when enough kvds could grant it."""

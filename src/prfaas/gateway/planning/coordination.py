@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Set
 from typing import Protocol
 
+from prfaas.gateway.planning.kept_plans import KeptPlans
 from prfaas.scheduler.long_term.traffic import TrafficHistory, TrafficWindow
 from prfaas.scheduler.plan import Plan
 from prfaas.types import ClusterId, NodeId
@@ -23,17 +24,26 @@ class Coordination(Protocol):
         """Of the gateway that plans; 0 where there is only this one. Role changes name it."""
 
     @property
+    def term(self) -> int:
+        """Another one when this gateway has ceased to plan and plans again."""
+
+    @property
     def follows(self) -> bool:
         """Whether plans come from another gateway while this one makes none."""
 
+    @property
+    def is_informed(self) -> bool:
+        """Whether this gateway knows which plan and which orders to drain the kvds keep."""
+
     def newer_plans(self) -> Mapping[ClusterId, Plan] | None:
-        """Plans that another gateway has made since the previous call."""
+        """Plans that another gateway, or an earlier process of this one, has made since the
+        previous call."""
 
     def draining(self) -> Collection[NodeId]:
         """Nodes that the gateway that plans is about to give another role."""
 
     def share(self, plans: Mapping[ClusterId, Plan], draining: Collection[NodeId]) -> None:
-        """Shows the other gateways what this one follows."""
+        """Has the kvds keep what this gateway follows, for the others and for a restart."""
 
     def has_left(self, node: NodeId) -> bool:
         """Whether the other gateways have stopped using a node that drains."""
@@ -53,20 +63,32 @@ class Alone:
     """The only gateway, or one of several that the deployment file tells whether to plan."""
 
     epoch = 0
+    term = 0
     follows = False
 
-    def __init__(self, traffic: Mapping[ClusterId, TrafficHistory], *, plans: bool) -> None:
+    def __init__(
+        self, traffic: Mapping[ClusterId, TrafficHistory], kept: KeptPlans, *, plans: bool
+    ) -> None:
         self.plans = plans
+        self._kept = kept
         self._traffic = traffic
 
+    @property
+    def is_informed(self) -> bool:
+        return self._kept.is_informed
+
     def newer_plans(self) -> Mapping[ClusterId, Plan] | None:
-        return None
+        if not self.plans:
+            return self._kept.newer()
+        # Once it has a plan, its own count. That of an earlier process is good while the file says
+        # the same.
+        return self._kept.newer(same_inputs=True) if self._kept.followed is None else None
 
     def draining(self) -> Collection[NodeId]:
-        return ()
+        return () if self.plans else self._kept.draining
 
     def share(self, plans: Mapping[ClusterId, Plan], draining: Collection[NodeId]) -> None:
-        """There is no other gateway that follows this one."""
+        self._kept.share(plans, draining, None)
 
     def has_left(self, node: NodeId) -> bool:
         return True

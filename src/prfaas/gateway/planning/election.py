@@ -49,9 +49,14 @@ class Election:
         return self._candidacy.epoch
 
     @property
-    def highest_epoch(self) -> int:
-        """That this gateway has heard of, also from gateways that did not get to plan."""
-        return self._candidacy.highest_epoch
+    def first_epoch(self) -> int:
+        """With which that planning began. It is another one when planning has lapsed since."""
+        return self._candidacy.first_epoch
+
+    @property
+    def majority_epoch(self) -> int:
+        """The highest that a majority of the kvds has promised, as far as this gateway knows."""
+        return self._candidacy.majority_epoch
 
     async def step(self) -> None:
         """One round. Comes every RENEW_S."""

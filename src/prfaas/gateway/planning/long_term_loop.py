@@ -72,6 +72,7 @@ class LongTermLoop:
         self._started_s = clock.now()
         self._replanned_s = self._started_s  # when the traffic was last evaluated
         self._planned_for: _Live | None = None  # at the latest plan
+        self._has_begun = False  # the nodes had time to answer
         # One thread for all plans. With several, each would keep the memory that a plan took, and
         # prompts that other threads hash would wait for a plan.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prfaas-planning")
@@ -126,8 +127,8 @@ class LongTermLoop:
 
     async def _plan(self) -> None:
         """Makes and follows new plans, where there is a reason for them."""
-        coordination, epoch = self._coordination, self._coordination.epoch
-        if coordination.follows or not self._may_plan():
+        coordination, term = self._coordination, self._coordination.term
+        if not self._may_plan() or (coordination.follows and self._router.plans):
             return
         live = self._live()
         if not live.homes:
@@ -137,8 +138,8 @@ class LongTermLoop:
         except BaseException:
             self._planned_for = None  # what has changed is still a reason for a plan
             raise
-        if coordination.follows or coordination.epoch != epoch:
-            # Another gateway plans since. If this one plans again, it starts from what it sees.
+        if coordination.term != term or (coordination.follows and self._router.plans):
+            # Another gateway may plan since. If this one plans again, it starts from what it sees.
             self._planned_for = None
             return
         if plans:
@@ -187,12 +188,18 @@ class LongTermLoop:
 
     def _may_plan(self) -> bool:
         """The first plan does not come with the first node that answers: the other nodes of the
-        deployment file are given `first_plan_s`."""
-        deadline_s = self._started_s + self._fleet.timeouts.first_plan_s
-        if self._router.plans or self._clock.now() > deadline_s:
+        deployment file, and the kvds that may keep a plan, are given `first_plan_s`. Afterwards a
+        gateway also plans that should follow a plan and finds none."""
+        if self._has_begun:
             return True
         now = self._clock.now()
-        return all(member.is_alive(now) for member in self._fleet.members if member.listed)
+        if now <= self._started_s + self._fleet.timeouts.first_plan_s:
+            if self._coordination.follows or not self._coordination.is_informed:
+                return False
+            if not all(member.is_alive(now) for member in self._fleet.members if member.listed):
+                return False
+        self._has_begun = True
+        return True
 
     async def _next_plans(self, live: _Live) -> Mapping[ClusterId, Plan]:
         """New plans, where there is a reason for them. A thread solves them."""

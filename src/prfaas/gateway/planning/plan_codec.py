@@ -1,4 +1,4 @@
-"""Plans as gateways send them to each other. Pure.
+"""Plans as the kvds keep them for the gateways (`kept_plans.py`). Pure.
 
 A message has no problem: the receiver has its own, from the same deployment file, and takes only
 the live instances from the message. It has no times either, because clocks of two hosts have
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-
-import msgspec
 
 from prfaas.config.deployment import ReplanSection
 from prfaas.contracts.gateway_api import (
@@ -36,9 +34,11 @@ def encode_plans(
     number: int,
     draining: Iterable[NodeId],
     now_s: float,
+    *,
+    stated: str = "",
 ) -> SharedPlan:
     homes = {str(name): _encode(plan, now_s) for name, plan in plans.items()}
-    return SharedPlan(epoch, number, homes, tuple(draining))
+    return SharedPlan(epoch, number, homes, tuple(draining), stated)
 
 
 def decode_plans(
@@ -57,22 +57,6 @@ def decode_plans(
         if found is not None and (found.roles or found.instances.get(name, 0)):
             plans[name] = _decode(found, problem, rules, now_s, f"homes.{name}")
     return plans
-
-
-def aged(shared: SharedPlan, seconds: float) -> SharedPlan:
-    """The same plan as of `seconds` later."""
-    homes = {
-        name: msgspec.structs.replace(
-            home,
-            age_s=_within(home.age_s + seconds, MAX_AGE_S),
-            converted_age_s={
-                node: _within(age_s + seconds, MAX_AGE_S)
-                for node, age_s in home.converted_age_s.items()
-            },
-        )
-        for name, home in shared.homes.items()
-    }
-    return msgspec.structs.replace(shared, homes=homes)
 
 
 def _encode(plan: Plan, now_s: float) -> HomePlan:
