@@ -7,6 +7,7 @@ would, so that what arrives elsewhere can be told apart. No weights, no forward 
 from __future__ import annotations
 
 import functools
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ from prfaas.integrations.vllm.answers.boundaries import count_slots
 from prfaas.integrations.vllm.caches.layer_copies import native_copies
 from prfaas.integrations.vllm.caches.native_layout import native_layout
 from prfaas.integrations.vllm.steps import StepOrders
+from prfaas.integrations.vllm.worker_forms import WorkerForms
 from prfaas.integrations.vllm.worker_side import WorkerSide
 from prfaas.kvd.engine_socket.client import KvdClient
 from tests.vllm.models import BLOCK_TOKENS
@@ -92,7 +94,11 @@ class EngineFree:
             keeps_answers=keep_answers,
         )
         slots = count_slots(self.layout, config.scheduler_config.max_num_seqs)
-        self.worker = WorkerSide(client, self.layout, keeps_answers=keep_answers, slots=slots)
+        news = threading.Event()
+        self.worker = WorkerSide(
+            client, self.layout, keeps_answers=keep_answers, slots=slots, on_result=news.set
+        )
+        self._forms = WorkerForms({"native": self.worker}, news)
         self.blocks = dict(self._caches(caches))
         self.worker.set_copies(native_copies(self.layout, self.blocks, caches.num_blocks))
         self.answers: dict[str, Any] = {}
@@ -141,11 +147,11 @@ class EngineFree:
         output = self.scheduler.schedule()
         steps = output.kv_connector_metadata
         assert isinstance(steps, StepOrders)
-        self.worker.begin_step(steps)
+        self._forms.begin_step(steps)
         self._forward(output)
-        self.worker.start_loads(steps)
-        self.worker.end_step()
-        results = self.worker.take_results(output.finished_req_ids)
+        self._forms.start_loads(steps)
+        self._forms.end_step()
+        results = self._forms.take_results(output.finished_req_ids)
         done = self.scheduler.update_from_output(
             output,
             ModelRunnerOutput(

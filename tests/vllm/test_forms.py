@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -133,7 +134,7 @@ class Recorded:
 def test_a_workers_orders_go_to_the_form_that_they_name() -> None:
     canonical, native = Recorded(), Recorded()
     sides: Any = {"canonical": canonical, "native": native}
-    worker = WorkerForms(sides)
+    worker = WorkerForms(sides, threading.Event())
     move = Move(0, 0, BLOCK, (1,))
     ticket: Any = None
     orders = StepOrders(

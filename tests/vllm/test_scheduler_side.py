@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,6 +117,24 @@ def test_what_is_loaded_is_what_was_computed(pair: Pair, tokens: int) -> None:
     assert pair.decode.resumed[name] == pair.prefill.left[name]
     assert request.num_prompt_tokens == tokens + TAIL
     assert pair.target.status(params["transfer_id"]).reason == ""
+    pair.idle()
+
+
+def test_steps_in_which_requests_only_wait_say_so(pair: Pair) -> None:
+    """The workers let them last, see `idle_steps`."""
+    prompt = prompt_of(300 + TAIL, seed=12)
+    params = pair.hand_off("waits", prompt, 300)
+    may_load = threading.Event()
+    pair.decode.worker._threads.submit(may_load.wait)  # the load comes after it
+    try:
+        pair.decode.add("waits", prompt, params)
+        steps = [pair.decode.step() for _ in range(3)]
+    finally:
+        may_load.set()
+    assert [order.request_id for orders in steps for order in orders.loads] == ["waits"]
+    assert not any(orders.computes for orders in steps)
+    wait_until(lambda: pair.decode.step().computes)
+    pair.decode.run("waits")
     pair.idle()
 
 

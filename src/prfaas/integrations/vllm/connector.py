@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -86,6 +87,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerForms | None = None
         self._relay: EventRelay | None = None
         if in_worker:
+            news = threading.Event()
             self._worker = WorkerForms(
                 {
                     access.form: WorkerSide(
@@ -93,9 +95,11 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
                         access.layout,
                         keeps_answers=keeps,
                         slots=count_slots(access.layout, max_requests) if keeps else 0,
+                        on_result=news.set,
                     )
                     for access in accesses
-                }
+                },
+                news,
             )
         else:
             resumes = compat.can_resume(vllm_config)

@@ -238,6 +238,7 @@ class SchedulerSide:
         if self._answers is not None:
             self._answers.add_orders(self._orders)
         orders, self._orders = self._orders, StepOrders()
+        orders.computes = bool(output.num_scheduled_tokens)
         return orders
 
     def take_results(self, output: KVConnectorOutput) -> None:

@@ -59,6 +59,7 @@ class StepOrders(KVConnectorMetadata):
     ended: list[str] = field(default_factory=list)  # requests that save nothing more
     boundaries: list[BoundaryOrder] = field(default_factory=list)
     keeps: list[KeepOrder] = field(default_factory=list)
+    computes: bool = True  # False: the step has no token of any request
 
     def in_form(self, form: Form) -> StepOrders:
         """The copies to make in this form."""

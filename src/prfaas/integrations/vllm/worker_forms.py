@@ -7,24 +7,35 @@ its own copies.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Mapping
 
+from prfaas.clock import Clock, MonotonicClock
 from prfaas.integrations.vllm.caches.layer_copies import LayerCopies
+from prfaas.integrations.vllm.idle_steps import IdlePace
 from prfaas.integrations.vllm.steps import StepOrders
 from prfaas.integrations.vllm.worker_side import WorkerResults, WorkerSide
 from prfaas.types import Form
 
 
 class WorkerForms:
-    def __init__(self, sides: Mapping[Form, WorkerSide]) -> None:
+    def __init__(
+        self, sides: Mapping[Form, WorkerSide], news: threading.Event, clock: Clock | None = None
+    ) -> None:
+        """The sides set `news` when they have something to report."""
         self._sides = sides
         self._first = next(iter(sides))
+        self._news = news
+        self._clock = clock or MonotonicClock()
+        self._pace = IdlePace()
+        self._computes = True  # the current step
 
     def set_copies(self, form: Form, copies: LayerCopies) -> None:
         self._sides[form].set_copies(copies)
 
     def begin_step(self, orders: StepOrders) -> None:
+        self._computes = orders.computes
         for form, side in self._sides.items():
             side.begin_step(self._of(form, orders))
 
@@ -41,10 +52,14 @@ class WorkerForms:
             side.end_step()
 
     def take_results(self, finished: set[str]) -> WorkerResults:
-        for side in self._sides.values():  # before one of them gives results away
-            side.settle()
-        results = [side.take_results(finished) for side in self._sides.values()]
-        return WorkerResults(*(set[str]().union(*sets) for sets in zip(*results, strict=True)))
+        """A step that computes nothing waits a while for results, see `idle_steps`."""
+        self._news.clear()
+        results = self._take_results(finished)
+        idle = not self._computes and not any(results)
+        pause_s = self._pace.pause_s(idle, self._clock.now())
+        if idle and self._news.wait(pause_s):
+            results = self._take_results(finished)
+        return results
 
     def take_counts(self) -> dict[str, float]:
         counts: Counter[str] = Counter()
@@ -55,6 +70,12 @@ class WorkerForms:
     def close(self) -> None:
         for side in self._sides.values():
             side.close()
+
+    def _take_results(self, finished: set[str]) -> WorkerResults:
+        for side in self._sides.values():  # before one of them gives results away
+            side.settle()
+        results = [side.take_results(finished) for side in self._sides.values()]
+        return WorkerResults(*(set[str]().union(*sets) for sets in zip(*results, strict=True)))
 
     def _of(self, form: Form, orders: StepOrders) -> StepOrders:
         found = orders.in_form(form)

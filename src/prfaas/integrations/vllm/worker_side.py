@@ -47,14 +47,21 @@ class WorkerResults(NamedTuple):
 
 class WorkerSide:
     def __init__(
-        self, kvd: KvdClient, layout: CacheLayout, *, keeps_answers: bool = False, slots: int = 0
+        self,
+        kvd: KvdClient,
+        layout: CacheLayout,
+        *,
+        keeps_answers: bool = False,
+        slots: int = 0,
+        on_result: Callable[[], None] = lambda: None,
     ) -> None:
         """`slots`: requests whose states and windows are copied at boundaries, for their
-        answers."""
+        answers. `on_result` is called, in any thread, when `take_results` has something new."""
         self._kvd = kvd
         self._layout = layout
         self._keeps_answers = keeps_answers
         self._slots = slots
+        self._on_result = on_result
         self._answers: AnswerWriter | None = None
         self._boundaries: list[BoundaryOrder] = []  # of this step
         self._keeps: list[tuple[KeepOrder, WriteLease | None]] = []  # of this step
@@ -80,7 +87,7 @@ class WorkerSide:
             self._saves = StagedSaves(self._joint, lambda n: self._count("saved_bytes", n))
         if self._keeps_answers:
             slots = AnswerSlots(self._layout, self._copies, self._slots) if self._slots else None
-            self._answers = AnswerWriter(self._kvd, slots)
+            self._answers = AnswerWriter(self._kvd, slots, self._on_result)
 
     # One step of the engine -----------------------------------------------------------------------
 
@@ -260,6 +267,7 @@ class WorkerSide:
             self._loaded.add(order.request_id)
             if problem is not None:
                 self._failed.add(order.request_id)
+        self._on_result()
 
     def _count(self, what: str, n: float) -> None:
         with self._lock:

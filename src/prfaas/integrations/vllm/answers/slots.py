@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
@@ -92,9 +92,13 @@ class AnswerSlots:
 class AnswerWriter:
     """Finishes the writes of answers in a thread, and says which requests have ended."""
 
-    def __init__(self, kvd: KvdClient, slots: AnswerSlots | None) -> None:
+    def __init__(
+        self, kvd: KvdClient, slots: AnswerSlots | None, on_end: Callable[[], None]
+    ) -> None:
+        """`on_end` is called, in any thread, when a request has ended."""
         self._kvd = kvd
         self._slots = slots
+        self._on_end = on_end
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prfaas-answers")
         self._lock = threading.Lock()
         self._ended: set[str] = set()
@@ -148,6 +152,7 @@ class AnswerWriter:
     def _end(self, request_id: str) -> None:
         with self._lock:
             self._ended.add(request_id)
+        self._on_end()
 
 
 def _host_blocks(blocks: torch.Tensor, count: int) -> torch.Tensor:
