@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import re
 import socket
 from collections.abc import AsyncIterator, Sequence
@@ -28,20 +29,24 @@ class Transfers:
 
 
 class PacedHost(null_node.Host):  # type: ignore[misc]
-    """A node that prefills one prompt after the other, each in `prefill_s`."""
+    """A node that prefills one prompt after the other, each in `prefill_s`. Everything else it
+    answers after a millisecond or two, as processes do: two nodes do not report in step."""
 
     def __init__(self, name: str, port: int, transfers: Transfers) -> None:
         super().__init__(name, port)
         self.prefill_s = 0.0
         self.prefills: list[tuple[float, float]] = []  # when each began, and when it ends
         self._transfers = transfers
+        self._random = random.Random(name)
 
     def pending(self, path: bytes, body: bytes) -> asyncio.Future[None] | None:
         if path.startswith(_TRANSFERS) and not path.endswith(b"/abort"):
             return self._transfers.arrival(path.removeprefix(_TRANSFERS).partition(b"?")[0])
         streams, handed_off = b'"stream":true' in body, b'"kv_transfer_params"' in body
         if path != b"/v1/completions" or (streams and handed_off):
-            return None
+            soon: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            soon.get_loop().call_later(self._random.uniform(0.5e-3, 2e-3), soon.set_result, None)
+            return soon
         found = re.search(rb'"transfer_id":"([^"]+)"', body)
         end = self._transfers.arrival(found[1] if found else b"alone " + body)
         loop = asyncio.get_running_loop()

@@ -1,44 +1,56 @@
 """A node that is slower than its like gets little, and one that is faster than its profile is used.
 
-The backend of a gateway runs in this process, over stand-in nodes whose prefills take a given time.
-Nothing here measures how fast the gateway is: what counts is which node it chose, and how much of
-the time the node was busy.
+The backend of a gateway runs in this process, over stand-in nodes whose prefills take a given time,
+in virtual time: what counts is what the gateway decides, not how fast this machine is.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from itertools import count
 
 import pytest
 
-from prfaas.clock import MonotonicClock
-from prfaas.gateway.backend import GatewayBackend
+from prfaas.clock import Clock
+from prfaas.config import Deployment
+from prfaas.gateway.backend import BackendOptions, GatewayBackend, running
 from prfaas.gateway.client.token_ids import TokenIds
 from prfaas.gateway.request import GatewayRequest, RequestTrace
-from tests.gateway.backends import (
-    MODEL,
-    deployment,
-    problem,
-    prompt,
-    serving,
-)
-from tests.promises.paced_nodes import paced_nodes
+from tests.gateway.backends import MODEL, deployment, in_use, problem, prompt, until
+from tests.promises.paced_nodes import PacedHost, paced_nodes
+from tests.promises.virtual_time import run_virtual
 
-TOKENS = 4000  # every policy here offloads them
-# Local nodes are so slow that the remote ones are always the better choice.
-LOCAL_S, FAST_S, SLOW_S = 2.0, 0.05, 1.0
+TOKENS = 1500  # every policy here offloads them
+POLICIES = ["adaptive", "paper", "remote"]
 RECOVERY_S = 60.0
 ITS_SHARE = 5  # of 20 requests; two equal nodes that take turns have 10 each
-POLICIES = ["adaptive", "paper", "remote"]
-STREAMS, TRIES = 4, 3
 
 
-async def prefill_node(backend: GatewayBackend, seed: str) -> str:
+@asynccontextmanager
+async def served(
+    policy: str, far: Sequence[float], clock: Clock
+) -> AsyncIterator[tuple[GatewayBackend, list[PacedHost], float]]:
+    """A backend, its remote nodes, of which each takes so many times as long as its profile states,
+    and the time that the profile states."""
+    names = [f"far-{number}" for number in range(len(far))]
+    async with paced_nodes([*names, "near-0", "near-1"]) as (nodes, entries):
+        made: Deployment = deployment(entries[-2:], entries[:-2], policy=policy)
+        stated_s = float(problem(made).remotes[0].pool.profile.seconds(TOKENS))
+        for name, times in zip(names, far, strict=True):
+            nodes[name].prefill_s = times * stated_s
+        for name in ("near-0", "near-1"):
+            nodes[name].prefill_s = float(problem(made).local.pool.profile.seconds(TOKENS))
+        async with running(made, problem(made), BackendOptions(), clock) as backend:
+            await until(lambda: len(in_use(backend)) == len(nodes))
+            yield backend, [nodes[name] for name in names], stated_s
+
+
+async def prefill_node(backend: GatewayBackend, seed: str, clock: Clock) -> str:
     """The node that has prefilled a new prompt."""
-    trace = RequestTrace(MonotonicClock().now())
+    trace = RequestTrace(clock.now())
     fields = {"model": MODEL, "max_tokens": 4, "stream": True}
     asked = GatewayRequest(
         *(seed, "/v1/completions", TokenIds.of(prompt(TOKENS, seed)), fields),
@@ -51,60 +63,55 @@ async def prefill_node(backend: GatewayBackend, seed: str) -> str:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("slow", ["far-0", "far-1"])
-async def test_a_node_that_is_20_times_slower_gets_little_until_it_recovers(
-    policy: str, slow: str
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_node_that_is_20_times_slower_gets_little_until_it_recovers(
+    policy: str, slow: int
 ) -> None:
-    async with paced_nodes(["far-0", "far-1", "near-0", "near-1"]) as (nodes, entries):
-        made = deployment(entries[2:], entries[:2], policy=policy)
-        for name, node in nodes.items():
-            node.prefill_s = FAST_S if name.startswith("far") else LOCAL_S
-        nodes[slow].prefill_s = SLOW_S
-        used, latest = Counter[str](), deque[str](maxlen=20)
-        async with serving(made) as backend:
-            while used.total() < 100 and used[slow] <= 10:
-                used[await prefill_node(backend, f"slow {used.total()}")] += 1
-            nodes[slow].prefill_s = FAST_S
+    async def requests(clock: Clock) -> tuple[Counter[str], int]:
+        """Who got the first hundred, and how many of twenty it got once it had recovered."""
+        far = [1.0, 1.0]
+        far[slow] = 20.0
+        name, used, latest = f"far-{slow}", Counter[str](), deque[str](maxlen=20)
+        async with served(policy, far, clock) as (backend, nodes, stated_s):
+            for number in range(100):
+                used[await prefill_node(backend, f"slow {number}", clock)] += 1
+                if used[name] > 10:
+                    return used, 0
+            nodes[slow].prefill_s = stated_s
             with suppress(TimeoutError):
-                async with asyncio.timeout(RECOVERY_S if used[slow] <= 10 else 0.0):
+                async with asyncio.timeout(RECOVERY_S):
                     for number in count():
-                        latest.append(await prefill_node(backend, f"recovered {number}"))
-                        if latest.count(slow) == ITS_SHARE:
+                        latest.append(await prefill_node(backend, f"recovered {number}", clock))
+                        if latest.count(name) == ITS_SHARE:
                             break
-        assert used[slow] <= 10, f"{used}"
-        assert latest.count(slow) == ITS_SHARE, f"it has recovered, and gets {Counter(latest)}"
+        return used, latest.count(name)
+
+    used, after = run_virtual(requests)
+    assert used[f"far-{slow}"] <= 10, used
+    assert used[f"far-{1 - slow}"] >= 80, f"its like is as fast as stated: {used}"
+    assert after == ITS_SHARE
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-async def test_a_node_that_is_5_times_faster_than_its_profile_reaches_its_real_rate(
-    policy: str,
+@pytest.mark.parametrize("streams", [1, 32])
+def test_a_node_that_is_5_times_faster_than_its_profile_reaches_its_real_rate(
+    policy: str, streams: int
 ) -> None:
-    """A machine that does not run this process for a moment spoils one try, not all."""
-    shares: list[float] = []
-    while len(shares) < TRIES and max(shares, default=0.0) < 0.9:
-        shares.append(await busy_share(policy))
-    assert max(shares) >= 0.9, shares
-
-
-async def busy_share(policy: str) -> float:
-    """The part of the time in which the only remote node is busy, once it has prefilled ten
-    prompts, while there is always a prompt for it."""
-    async with paced_nodes(["far-0", "near-0", "near-1"]) as (nodes, entries):
-        made = deployment(entries[1:], entries[:1], policy=policy)
-        profile = problem(made).remotes[0].pool.profile
-        far = nodes["far-0"]
-        far.prefill_s = float(profile.seconds(TOKENS)) / 5
-        nodes["near-0"].prefill_s = nodes["near-1"].prefill_s = LOCAL_S
-        async with serving(made) as backend:
+    async def busy_share(clock: Clock) -> float:
+        """The part of the time in which the node is busy with the first 20 prompts, while there is
+        always one for it. That a prefill has ended needs no experience with the node."""
+        async with served(policy, [1 / 5], clock) as (backend, (node,), _):
 
             async def stream(name: int) -> None:
                 number = count()
-                while len(far.prefills) <= 30:
-                    await prefill_node(backend, f"fast {name} {next(number)}")
+                while len(node.prefills) <= 20:
+                    await prefill_node(backend, f"fast {name} {next(number)}", clock)
 
             async with asyncio.TaskGroup() as group:
-                for name in range(STREAMS):
+                for name in range(streams):
                     group.create_task(stream(name))
-    seen = far.prefills[10:31]
-    busy_s = sum(end_s - begun_s for begun_s, end_s in seen[:-1])
-    return busy_s / (seen[-1][0] - seen[0][0])
+        seen = node.prefills[:21]
+        busy_s = sum(end_s - begun_s for begun_s, end_s in seen[:-1])
+        return busy_s / (seen[-1][0] - seen[0][0])
+
+    assert run_virtual(busy_share) >= 0.9
