@@ -74,6 +74,7 @@ class _Opened(msgspec.Struct):
 
 
 _OPENED = msgspec.json.Decoder(_Opened)
+_UNKNOWN = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"
 
 
 def _reply(body: bytes, kind: bytes = b"application/json") -> bytes:
@@ -143,7 +144,11 @@ class Host:
             return self._transfer
         if path.startswith(b"/v1/events"):
             return self._events if b"since=-1" in path else self._quiet
-        return self._fixed[path.partition(b"?")[0]]
+        return self._fixed.get(path.partition(b"?")[0], _UNKNOWN)
+
+    def pending(self, path: bytes, body: bytes) -> asyncio.Future[None] | None:
+        """What the answer waits for: nothing here. Programs that use this module may change it."""
+        return None
 
 
 class Http(asyncio.Protocol):
@@ -180,6 +185,8 @@ class Http(asyncio.Protocol):
             answer = self._host.answer(path, body)
             if b"since=0" in path:  # a long poll on a cache without events
                 asyncio.get_running_loop().call_later(30, self._write, answer)
+            elif (pending := self._host.pending(path, body)) is not None:
+                pending.add_done_callback(lambda _, answer=answer: self._write(answer))  # type: ignore[misc]
             else:
                 self._write(answer)
 

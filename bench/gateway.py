@@ -1,20 +1,24 @@
-"""The time that the gateway adds to a request, beside vLLM's router in front of the same nodes.
+"""The time that the gateway adds to a request, per routing policy and beside vLLM's router.
 
 \b
-    prfaas bench gateway [--router ~/router/bin/vllm-router] [--gateways 2] [--rounds 3]
+    prfaas bench gateway [--policy adaptive,paper] [--router ~/router/bin/vllm-router]
 
 The nodes answer at once (`bench/_null_node.py`), so the measured time is the gateway's: reading the
-prompt, hashing, routing, grant, prefill, commit, decode and relaying 8 tokens. Each stream sends a
-prompt of token ids after the previous answer has ended. Results are medians of the rounds. Prints
+prompt, hashing, routing, grant, prefill, commit, decode and relaying 8 tokens. A policy that holds
+requests for nodes that are idle shows here, because these nodes are much faster than their profile.
+Each stream sends a prompt of token ids after the previous answer has ended. All targets run beside
+each other and are measured in turn within each round, so that a machine that becomes slower slows
+all of them. Results are medians of the rounds, ratios those of the ratios within a round. Prints
 JSON:
 
 \b
-  cases          per prompt length and number of streams, for `direct` (the node, no gateway),
-                 `gateway` (one process), `gateways` (several) and `router`: requests/s, TTFT p50
-                 and p99, CPU time per request, errors; `added_ttft_ms` is TTFT minus `direct`'s;
-                 `rate_of_router` is one gateway's requests/s over the router's; `rate_of_one` is
-                 the requests/s of several gateways over those of one
-  loop_stall_ms  p99 of the gateway's event-loop lag
+  cases          per prompt length and number of streams, for `direct` (the node, no gateway), each
+                 policy (one gateway), `gateways` (several, of the first policy) and `router`:
+                 requests/s, TTFT p50 and p99, CPU time per request, errors; `added_ttft_ms` is
+                 TTFT minus `direct`'s; `rate_of_paper` and `rate_of_router` are each policy's
+                 requests/s over those of policy `paper` and of the router; `rate_of_one` is the
+                 requests/s of several gateways over those of one
+  loop_stall_ms  p99 of each gateway's event-loop lag
   tokenising_ms  byte-level tokenisation of texts of these lengths; measured separately, because
                  prompts of token ids need none
 """
@@ -36,13 +40,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args, get_type_hints
 
 import click
 import numpy as np
 import uvloop
 
 from _processes import free_ports, process
+from prfaas.config.deployment import SchedulerSection
 from prfaas.engine.checkpoint.make import make_checkpoint
 from prfaas.text import load_tokenizer
 
@@ -54,6 +59,8 @@ PROMPTS = 8  # different prompts, sent in turn
 VOCABULARY = 160_000
 START_S = 60.0
 NODES = ("remote", "prefill", "decode")
+POLICIES = get_args(get_type_hints(SchedulerSection)["policy"])
+BASIS = "paper"  # the policy that the others are compared with: it never holds a request
 _END = b"\r\n0\r\n\r\n"  # the end of a chunked body
 
 DEPLOYMENT = """
@@ -96,6 +103,10 @@ rtt_ms = 0
 port = {port}
 plans = {plans}
 max_bodies_mb = 4096
+"""
+POLICY = """
+[scheduler]
+policy = "{policy}"
 """
 
 
@@ -153,6 +164,13 @@ class Stream(asyncio.Protocol):
         self._seen.errors += 1
         self._seen.problem = self._seen.problem or self._answer.decode(errors="replace")
 
+    def give_up(self) -> None:
+        """Counts the request that is not answered yet as an error."""
+        if not self.ended.done():
+            self._answer = self._answer or b"no answer"
+            self._failed()
+            self._transport.abort()
+
     def connection_lost(self, error: Exception | None) -> None:
         if not self.ended.done():
             self.ended.set_result(None)
@@ -174,8 +192,9 @@ async def load(
 
         port = ports[number % len(ports)]
         running.append((await loop.create_connection(stream, "127.0.0.1", port))[1])
-    async with asyncio.timeout(seconds + START_S):
-        await asyncio.gather(*(stream.ended for stream in running))
+    await asyncio.wait([one.ended for one in running], timeout=seconds + START_S)
+    for one in running:
+        one.give_up()
     wall_s = time.perf_counter() - begun_s
     if seen.problem:
         click.echo(f"{seen.errors} errors, the first: {seen.problem}", err=True)
@@ -269,9 +288,20 @@ class Target:
 
 
 @click.command(help=__doc__)
+@click.option(
+    "--policy",
+    "named",
+    multiple=True,
+    default=(SchedulerSection().policy, BASIS),
+    show_default=True,
+    help="Routing policy; repeatable, or several with commas.",
+)
 @click.option("--router", help="Path of vLLM's router, to compare with.")
 @click.option(
-    "--gateways", default=2, show_default=True, help="Number of gateways to compare with one."
+    "--gateways",
+    default=2,
+    show_default=True,
+    help="Number of gateways of the first policy to compare with one.",
 )
 @click.option("--seconds", default=3.0, show_default=True, help="Seconds of each measurement.")
 @click.option("--rounds", default=3, show_default=True, help="Measurements per case and target.")
@@ -293,6 +323,7 @@ class Target:
     help="Requests in flight; repeatable.",
 )
 def main(
+    named: tuple[str, ...],
     router: str | None,
     gateways: int,
     seconds: float,
@@ -300,10 +331,11 @@ def main(
     lengths: tuple[int, ...],
     streams: tuple[int, ...],
 ) -> None:
+    policies = _policies(named)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with started(folder, router, gateways) as targets:
-            found = _cases(targets, seconds, rounds, lengths, streams)
+        with started(folder, policies, router, gateways) as targets:
+            found = _cases(targets, policies, seconds, rounds, lengths, streams)
         results = {
             "rounds": rounds,
             "seconds": seconds,
@@ -314,12 +346,30 @@ def main(
     print(json.dumps(results, indent=2))
 
 
+def _policies(named: Sequence[str]) -> list[str]:
+    policies = list(dict.fromkeys(one.strip() for words in named for one in words.split(",")))
+    for policy in policies:
+        if policy not in POLICIES:
+            known = ", ".join(POLICIES)
+            raise click.BadParameter(f"{policy!r} is not one of {known}", param_hint="--policy")
+    return policies
+
+
 @contextmanager
-def started(folder: Path, router: str | None, gateways: int) -> Iterator[dict[str, Target]]:
-    """Starts the null nodes, the gateways and the router, and waits until they are ready."""
-    nodes = free_ports(len(NODES))
-    urls = {name: f"http://127.0.0.1:{at}" for name, at in zip(NODES, nodes, strict=True)}
-    pairs = [word for name, at in zip(NODES, nodes, strict=True) for word in (str(at), name)]
+def started(
+    folder: Path, policies: Sequence[str], router: str | None, gateways: int
+) -> Iterator[dict[str, Target]]:
+    """Starts the null nodes, the gateways and the router, and waits until they are ready.
+
+    Each policy has nodes of its own, in one process, so that every gateway plans for its nodes.
+    """
+    sets = {policy: dict(zip(NODES, free_ports(len(NODES)), strict=True)) for policy in policies}
+    pairs = [word for nodes in sets.values() for name, at in nodes.items() for word in (at, name)]
+    urls = {
+        policy: {name: f"http://127.0.0.1:{at}" for name, at in nodes.items()}
+        for policy, nodes in sets.items()
+    }
+    nodes, own = sets[policies[0]], urls[policies[0]]
     small = requests_of(100)[0]
 
     with ExitStack() as stack:
@@ -330,26 +380,31 @@ def started(folder: Path, router: str | None, gateways: int) -> Iterator[dict[st
             ready(port, child, log, request)
             return child.pid
 
-        null = [sys.executable, str(HERE / "_null_node.py"), *pairs]
-        start("null", null, nodes[-1], None)
-        targets = {"direct": Target([nodes[-1]])}
-        ports = free_ports(gateways)
-        pids = []
-        for number, port in enumerate(ports):
-            file = folder / f"deployment-{number}.toml"
-            plans = "true" if number == 0 else "false"
-            file.write_text(DEPLOYMENT.format(model=MODEL, port=port, plans=plans, **urls))
-            gateway = [sys.executable, "-m", "prfaas", "gateway", str(file), "--log-level", "error"]
-            pids.append(start(f"gateway-{number}", gateway, port, small))
-        targets["gateway"] = Target(ports[:1], pids[:1])
+        def start_gateway(name: str, policy: str, port: int, plans: str) -> int:
+            text = DEPLOYMENT.format(model=MODEL, port=port, plans=plans, **urls[policy])
+            file = folder / f"{name}.toml"
+            file.write_text(text + POLICY.format(policy=policy))
+            command = [sys.executable, "-m", "prfaas", "gateway", str(file), "--log-level", "error"]
+            return start(name, command, port, small)
+
+        null = [sys.executable, str(HERE / "_null_node.py"), *map(str, pairs)]
+        start("null", null, nodes["decode"], None)
+        targets = {"direct": Target([nodes["decode"]])}
+        for policy, port in zip(policies, free_ports(len(policies)), strict=True):
+            targets[policy] = Target([port], [start_gateway(policy, policy, port, "true")])
         if gateways > 1:
-            targets["gateways"] = Target(ports, pids)
+            first, others = targets[policies[0]], free_ports(gateways - 1)
+            pids = [
+                start_gateway(f"gateway-{number}", policies[0], port, "false")
+                for number, port in enumerate(others)
+            ]
+            targets["gateways"] = Target([*first.ports, *others], [*first.pids, *pids])
         if router is not None:
             port, metrics_port = free_ports(2)
             command = [
                 *(os.path.expanduser(router), "--host", "127.0.0.1"),
                 *("--port", str(port), "--vllm-pd-disaggregation"),
-                *("--prefill", urls["prefill"], "--decode", urls["decode"]),
+                *("--prefill", own["prefill"], "--decode", own["decode"]),
                 *("--log-level", "error", "--prometheus-port", str(metrics_port)),
             ]
             targets["router"] = Target([port], [start("router", command, port, small)])
@@ -358,6 +413,7 @@ def started(folder: Path, router: str | None, gateways: int) -> Iterator[dict[st
 
 def _cases(
     targets: dict[str, Target],
+    policies: Sequence[str],
     seconds: float,
     rounds: int,
     lengths: Sequence[int],
@@ -368,7 +424,7 @@ def _cases(
         requests = requests_of(length)
         for count in streams:
             runs: dict[str, list[dict[str, Any]]] = {name: [] for name in targets}
-            before = stalls(targets["gateway"].ports[0])
+            before = {policy: stalls(targets[policy].ports[0]) for policy in policies}
             for number in range(rounds):
                 names = list(targets) if number % 2 else list(reversed(targets))
                 for name in names:
@@ -379,15 +435,17 @@ def _cases(
                     cpu_ms = (target.cpu_s() - cpu_s) * 1e3
                     run["cpu_ms_per_request"] = cpu_ms / max(1, run["answered"])
                     runs[name].append(run)
-            after = stalls(targets["gateway"].ports[0])
-            case = {"prompt_tokens": length, "streams": count, **_summary(runs)}
-            case["loop_stall_ms"] = stall_p99_ms(before, after)
+            case = {"prompt_tokens": length, "streams": count, **_summary(runs, policies)}
+            case["loop_stall_ms"] = {
+                policy: stall_p99_ms(before[policy], stalls(targets[policy].ports[0]))
+                for policy in policies
+            }
             click.echo(json.dumps(case), err=True)
             cases.append(case)
     return cases
 
 
-def _summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+def _summary(runs: dict[str, list[dict[str, Any]]], policies: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {
         name: {key: round(statistics.median(run[key] for run in many), 3) for key in many[0]}
         for name, many in runs.items()
@@ -398,15 +456,23 @@ def _summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
             key: round(found[name][f"ttft_{key}_ms"] - direct[f"ttft_{key}_ms"], 3)
             for key in ("p50", "p99")
         }
-    if "router" in found:
-        found["rate_of_router"] = _rate_of(found["gateway"], found["router"])
-    if "gateways" in found:
-        found["rate_of_one"] = _rate_of(found["gateways"], found["gateway"])
+    for basis in (BASIS, "router"):
+        others = [policy for policy in policies if policy != basis]
+        if basis in runs and others:
+            found[f"rate_of_{basis}"] = {
+                policy: _rate_of(runs[policy], runs[basis]) for policy in others
+            }
+    if "gateways" in runs:
+        found["rate_of_one"] = _rate_of(runs["gateways"], runs[policies[0]])
     return found
 
 
-def _rate_of(one: dict[str, Any], other: dict[str, Any]) -> float:
-    return round(float(one["requests_per_s"] / other["requests_per_s"]), 3)
+def _rate_of(some: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> float:
+    ratios = [
+        float(one["requests_per_s"] / max(other["requests_per_s"], 1e-9))
+        for one, other in zip(some, others, strict=True)
+    ]
+    return round(statistics.median(ratios), 3)
 
 
 if __name__ == "__main__":

@@ -36,8 +36,14 @@ R = TypeVar("R", bound=Ready)
 class Process:
     """One `prfaas` command. Its output is read as it comes, so that it never blocks."""
 
-    def __init__(self, *arguments: str, module: Sequence[str] = ("prfaas",)) -> None:
-        """`module`: what Python runs, with arguments of its own before those of the command."""
+    def __init__(
+        self,
+        *arguments: str,
+        module: Sequence[str] = ("prfaas",),
+        folder: Path | None = None,
+    ) -> None:
+        """`module`: what Python runs, with arguments of its own before those of the command.
+        `folder`: where it runs, if not here."""
         environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1"}
         self.popen = subprocess.Popen(
             [sys.executable, "-m", *module, *arguments],
@@ -46,6 +52,7 @@ class Process:
             stderr=subprocess.STDOUT,
             text=True,
             env=environment,
+            cwd=folder,
         )
         self._lines: list[str] = []
         self._news = threading.Condition()
