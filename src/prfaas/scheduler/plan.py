@@ -181,8 +181,8 @@ class Solver:
         self._curves = WorkCurves(cut_workload(work), Atoms(work, problem.spec), reading="exact")
 
     def best(self, n_prefill: int | None = None) -> Optimum:
-        """With `n_prefill` the split is given, and only the threshold is optimised. Where all PrfaaS
-        clusters are lost, the local nodes may serve most if each of them serves alone."""
+        """With `n_prefill` the split is given, and only the threshold is optimised. Where all
+        PrfaaS clusters are lost, the local nodes may serve most if each of them serves alone."""
         problem, curves = self._problem, self._curves
         if n_prefill is not None:
             problem = replace(problem, local=replace(problem.local, fixed_prefill=n_prefill))

@@ -52,7 +52,7 @@ async def test_a_refused_remainder_costs_no_retry() -> None:
     budget, trace = RetryBudget(left=0.0), RequestTrace(clock.now(), attempts=1)
     subject = Attempts(fleet, budget, clock, trace)
     booking = await router.place(placement(LONG, clock), 1.0)
-    subject.record_failure(AttemptFailed("evicted", prefill=True, no_remainder=True), booking)
+    subject.record_failure(AttemptFailed("evicted", prefill=True, no_alone=True), booking)
     assert (trace.attempts, budget.spent, trace.failures) == (0, 0, ["evicted"])
 
 
