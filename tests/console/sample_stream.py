@@ -201,7 +201,7 @@ class SampleDeployment:
 
 
 def explanation(request: Json) -> Json:
-    option = {"copies": 0, "remainder": False, "form": "native"}
+    option = {"copies": 0, "alone": False, "form": "native"}
     names = ("wait_s", "prefill_s", "transfer_s", "decode_s")
     taken = {name: request[name] for name in names}
     other = {"wait_s": 3.1, "prefill_s": 4.2, "transfer_s": 0.02, "decode_s": 0.05}

@@ -111,13 +111,13 @@ async def test_mixed_requests_at_once_are_answered_as_by_one_process(
 
 
 @pytest.mark.parametrize("hosts", ["kimi-linear"], indirect=True)
-async def test_remainders_are_answered_as_by_one_process(hosts: Hosts) -> None:
+async def test_remainders_of_turns_are_answered_as_by_one_process(hosts: Hosts) -> None:
     """Each turn after the first runs on the decode node alone, where the last answer is kept, in
     chunks that are smaller than the engine's own."""
     made = hosts.deployment(
         policy="adaptive",
         links=[{"from": HOME, "to": HOME, "gbps": 0.1}],  # a copy takes long
-        remainders={"tokens": 2048, "margin_s": 0.0, "chunk_tokens": 120},
+        alone={"margin_s": 0.0, "chunk_tokens": 120},
     )
     ids, turns = prompt(300, 77), []
     async with serving(made) as backend:
@@ -128,8 +128,8 @@ async def test_remainders_are_answered_as_by_one_process(hosts: Hosts) -> None:
                 kept = (len(ids) - 91) // 64 * 64  # 90 new tokens follow the answer
                 await until_it_would_resume(backend, asked, kept)
             found = await answered(backend, asked)
-            assert found.trace.remainder == bool(turn)
             if turn:
+                assert found.trace.alone
                 assert (found.trace.prefill, found.trace.decode) == (decode, decode)
                 assert (found.trace.cached_tokens, found.trace.attempts) == (kept, 1)
             turns.append((ids, found.tokens))

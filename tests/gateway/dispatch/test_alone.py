@@ -1,5 +1,5 @@
-"""Short remainders, prefilled by the decode node that has the rest: real kvds and nodes, engines
-that check every byte they resume."""
+"""Decode nodes that prefill for themselves: real kvds and nodes, engines that check every byte they
+resume."""
 
 from __future__ import annotations
 
@@ -39,14 +39,13 @@ KEPT = (FIRST + ANSWER - 1) // BLOCK * BLOCK  # the last token of an answer is n
 FABRIC = [{"from": "pd", "to": "pd", "gbps": 1}]
 
 
-def adaptive(hosts: Hosts, **remainders: float) -> Any:
-    rules = {"tokens": 2048, "margin_s": 0.0, **remainders}
-    return hosts.deployment(policy="adaptive", links=FABRIC, remainders=rules)
+def adaptive(hosts: Hosts) -> Any:
+    return hosts.deployment(policy="adaptive", links=FABRIC, alone={"margin_s": 0.0})
 
 
-def is_remainder(backend: GatewayBackend, asked: GatewayRequest, cached: int = KEPT) -> bool:
+def is_alone(backend: GatewayBackend, asked: GatewayRequest, cached: int = KEPT) -> bool:
     chosen = backend.explain(asked)["chosen"]
-    return chosen.get("remainder", False) and chosen["cached_tokens"] == cached
+    return chosen.get("alone", False) and chosen["cached_tokens"] == cached
 
 
 async def turns(
@@ -60,7 +59,7 @@ async def turns(
     )
     ids = [*ids, *first.tokens, *prompt(NEW, seed)]
     asked = gateway_request(ids, conversation=True, salt=salt)
-    await until(lambda: is_remainder(backend, asked))
+    await until(lambda: is_alone(backend, asked))
     return asked, ids, first.trace.decode
 
 
@@ -74,14 +73,14 @@ async def test_the_second_turn_runs_where_the_answer_was_kept(
 ) -> None:
     made, record = adaptive(emulated), tmp_path / "decisions.jsonl"
     async with serving(made, record=record) as backend:
-        asked, ids, node = await turns(backend, 1, "remainder")
+        asked, ids, node = await turns(backend, 1, "alone")
         trace = RequestTrace(0.0)
         async with backend.answer(asked, trace) as upstream:
             events = [json.loads(e[6:]) async for es in upstream.events() for e in es if b"{" in e]
         tokens = [t for event in events for c in event["choices"] for t in c["token_ids"]]
         assert tokens == alone(emulated.home[0], ids)
         assert (trace.prefill, trace.decode, trace.attempts) == (node, node, 1)
-        assert trace.remainder and trace.granted_s is None and trace.form == ""
+        assert trace.alone and trace.granted_s is None and trace.form == ""
         # As the engine reports it: all blocks up to where the answer ended.
         assert events[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == KEPT
         assert trace.cached_tokens == KEPT
@@ -91,7 +90,7 @@ async def test_the_second_turn_runs_where_the_answer_was_kept(
     lent = first_plan(solved, list(map(NodeId, "abc")), made.scheduler.replan)
     lines = record.read_bytes().splitlines()
     replayed = list(replay(lines, build_costs(solved, 10_000), lent))
-    assert replayed[-1][0].route is not None and replayed[-1][0].route.is_remainder
+    assert replayed[-1][0].route is not None and replayed[-1][0].route.alone
     for decision, again in replayed:
         assert again == decision.taken
 
@@ -101,14 +100,14 @@ async def test_what_the_node_has_lost_is_prefilled_the_ordinary_way(emulated: Ho
     ids = prompt(FIRST, 3)
     chain = PromptHashes(ids).at(BLOCK)[: FIRST // BLOCK]
     asked = gateway_request(ids, conversation=True)
-    async with serving(adaptive(emulated, tokens=200)) as backend:
+    async with serving(adaptive(emulated)) as backend:
         node = with_role(backend, "decode")[0]
         groups = [group.name for group in emulated.named(node).spec().groups]
         assert backend.fleet.manager.snapshot(NodeId(node), dict.fromkeys(groups, chain), 10**6)
-        assert is_remainder(backend, asked, FIRST // BLOCK * BLOCK)
+        assert is_alone(backend, asked, FIRST // BLOCK * BLOCK)
         found = await answered(backend, asked)
         assert found.tokens == alone(emulated.home[0], ids)
-        assert found.trace.prefill != found.trace.decode and not found.trace.remainder
+        assert found.trace.prefill != found.trace.decode and not found.trace.alone
         (refused,) = found.trace.failures
         assert "0 of 1500 tokens cached" in refused
         # The node has computed nothing, so that the refusal costs no retry.
@@ -121,7 +120,7 @@ async def test_what_the_node_has_lost_is_prefilled_the_ordinary_way(emulated: Ho
 async def test_a_kept_answer_follows_to_another_prefill_node(
     emulated: Hosts, threshold: int, where: str
 ) -> None:
-    """Policy `paper` has no remainders: the answer is copied within the cluster, or to the remote
+    """Under policy `paper` the answer is copied within the cluster, or to the remote
     node, which gets what it lacks."""
     links = [{"from": "pd", "to": "far", "gbps": 1e5}]
     async with serving(emulated.deployment(threshold_tokens=threshold, links=links)) as backend:
@@ -134,7 +133,7 @@ async def test_a_kept_answer_follows_to_another_prefill_node(
         (copy,) = backend.explain(asked)["chosen"]["copies"]
         assert (copy["source"], copy["tokens"]) == (first.trace.decode, KEPT)
         second = await answered(backend, asked)
-        assert second.trace.cluster == where and not second.trace.remainder
+        assert second.trace.cluster == where and not second.trace.alone
         await until(lambda: second.trace.cached_tokens == KEPT)  # as its node reports
         assert second.tokens == alone(emulated.home[0], ids)
         await until(lambda: is_clean(backend))
@@ -170,7 +169,7 @@ async def test_a_lost_holder_is_replaced(emulated: Hosts) -> None:
             assert found.tokens == expected
             assert found.trace.decode != node and found.trace.prefill not in (node, "")
             assert found.trace.decode in with_role(backend, "decode")
-            assert not found.trace.remainder
+            assert not found.trace.alone
             await until(lambda: is_clean(backend))
         finally:
             lost.begin_node()
