@@ -186,6 +186,8 @@ class Solver:
         problem, curves = self._problem, self._curves
         if n_prefill is not None:
             problem = replace(problem, local=replace(problem.local, fixed_prefill=n_prefill))
+        if not any(remote.pool.instances for remote in problem.remotes):
+            problem = replace(problem, fixed_threshold=None)  # no request can be offloaded
         if self._may_serve_alone(problem):
             local = local_only(problem, curves)
             if local.alone:
