@@ -83,6 +83,7 @@ def test_a_restart_of_the_only_gateway_forgets_no_order_and_no_plan(
     with gateway(file) as third:
         wait_until(lambda: (third.in_use(HOME), third.in_use(FAR)) == (3, 1))
         assert not third.cluster(FAR)["drained"]
+        wait_until(lambda: third.route()["cluster"] == FAR)
 
 
 def test_a_plan_for_another_deployment_file_is_not_followed(
