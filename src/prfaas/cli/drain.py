@@ -31,6 +31,10 @@ REQUEST_S = 30.0  # for one response of the gateway
 POLL_S = 1.0
 QUIET_POLLS = 2  # a request may be on its way from one node to the other at the first of them
 LONGEST_S = 86_400.0
+_NOT_KEPT = (
+    "no majority of the kvds keeps the order yet: other gateways do not learn it, and a restart of "
+    "this one forgets it"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,7 @@ class Drained:
     def is_quiet(self) -> bool:
         """Whether nothing was left to wait for at this look."""
         busy = self.drained and (self.requests_left or self.copies_left)
-        return self.kept and not (busy or self.behind or self.problem)
+        return not (busy or self.behind or self.problem)
 
     @property
     def finished(self) -> bool:
@@ -73,8 +77,7 @@ class Drained:
     "--wait/--no-wait",
     default=True,
     show_default=True,
-    help="Wait until the kvds keep the order, all gateways follow it, and no node of the cluster "
-    "has a request.",
+    help="Wait until all gateways follow the order and no node of the cluster has a request.",
 )
 @click.option(
     "--timeout-s",
@@ -115,7 +118,8 @@ def drain(
     Exit codes:
       0  the order is kept, all gateways follow it, and a drained cluster has no request and no
          prefix copy left (with --no-wait: the order was accepted)
-      1  the order was accepted, and something was left after --timeout-s
+      1  the order was accepted, and something was left after --timeout-s, or no majority of the
+         kvds keeps it
       2  the gateway refused the order or did not answer it
 
     \b
@@ -146,7 +150,7 @@ def drain(
         print_json({**asdict(found), "finished": found.finished})
     else:
         click.echo(in_words(found))
-    sys.exit(0 if found.finished or not wait else 1)
+    sys.exit(0 if (found.finished and found.kept) or not wait else 1)
 
 
 class DrainClient:
@@ -265,13 +269,8 @@ def in_words(found: Drained) -> str:
     if found.drained:
         done = f"{found.cluster} is drained: none of its {found.nodes} nodes has a request"
     if found.is_quiet:
-        return done
-    left = []
-    if not found.kept:
-        left.append(
-            "no majority of the kvds keeps the order yet, so that a restart of the gateway forgets "
-            "it and other gateways do not learn it"
-        )
+        return done if found.kept else f"{done}; {_NOT_KEPT}"
+    left = [] if found.kept else [_NOT_KEPT]
     if found.drained and found.requests_left:
         requests, nodes = sum(found.requests_left.values()), len(found.requests_left)
         left.append(f"{requests} requests are left on {nodes} of {found.nodes} nodes")

@@ -246,7 +246,14 @@ async def running(
         drains = Drains(fleet.members.clusters, records, clock, fleet.set_drained)
         kept = KeptPlans(records, deployment, network, clock)
         federation: Federation | None = None
-        coordination: Coordination = Alone(traffic.histories, kept, plans=deployment.gateway.plans)
+        coordination: Coordination = Alone(
+            traffic.histories,
+            kept,
+            plans=deployment.gateway.plans,
+            # A gateway that advises has planned for the stated traffic, and would keep a plan
+            # for nodes that have changed since.
+            resumes=not deployment.gateway.advise,
+        )
         report: Callable[[int], GatewayReport] | None = None
         queue_s = deployment.scheduler.adaptive.queue_s
         fair = FairAccess(fleet, router.waiting_room, queue_s, clock)

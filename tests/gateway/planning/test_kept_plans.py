@@ -20,13 +20,19 @@ from tests.gateway.planning.kept import Gateway, Site, kept_at
 
 class OnlyGateway:
     def __init__(
-        self, site: Site, made: Regions, *, plans: bool = True, deployment: Deployment | None = None
+        self,
+        site: Site,
+        made: Regions,
+        *,
+        plans: bool = True,
+        resumes: bool = True,
+        deployment: Deployment | None = None,
     ) -> None:
         self.gateway: Gateway = site.gateway([PLAN])
         records, deployment = self.gateway.records, deployment or made.deployment
         kept = KeptPlans(records, deployment, made.network, site.clock)
         traffic = HomeTraffic([EAST, WEST], 0.0, 60.0)
-        self.alone = Alone(traffic.histories, kept, plans=plans)
+        self.alone = Alone(traffic.histories, kept, plans=plans, resumes=resumes)
 
     async def newer(self) -> Mapping[ClusterId, Plan] | None:
         await self.gateway.step()
@@ -107,6 +113,15 @@ async def test_a_plan_for_other_inputs_is_no_start_but_its_number_counts() -> No
     second.alone.share(with_threshold(made, 6_000), [])
     await second.gateway.step()
     assert versions(site) == {(0, 2)}
+
+
+async def test_a_gateway_that_advises_does_not_resume() -> None:
+    site, made = Site(3), regions(Site(0).clock)
+    first = OnlyGateway(site, made)
+    await first.newer()
+    first.alone.share(with_threshold(made, 5_000), [])
+    await first.gateway.step()
+    assert await OnlyGateway(site, made, resumes=False).newer() is None
 
 
 def test_nodes_that_come_and_go_are_no_other_inputs() -> None:

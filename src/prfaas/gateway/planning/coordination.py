@@ -67,9 +67,16 @@ class Alone:
     follows = False
 
     def __init__(
-        self, traffic: Mapping[ClusterId, TrafficHistory], kept: KeptPlans, *, plans: bool
+        self,
+        traffic: Mapping[ClusterId, TrafficHistory],
+        kept: KeptPlans,
+        *,
+        plans: bool,
+        resumes: bool = True,
     ) -> None:
+        """`resumes`: it starts with the plan that the kvds keep."""
         self.plans = plans
+        self._resumes = resumes
         self._kept = kept
         self._traffic = traffic
 
@@ -80,9 +87,10 @@ class Alone:
     def newer_plans(self) -> Mapping[ClusterId, Plan] | None:
         if not self.plans:
             return self._kept.newer()
-        # Once it has a plan, its own count. That of an earlier process is good while the file says
-        # the same.
-        return self._kept.newer(same_inputs=True) if self._kept.followed is None else None
+        if not self._resumes or self._kept.followed is not None:
+            return None  # once it has a plan, its own count
+        # That of an earlier process is good while the file says the same.
+        return self._kept.newer(same_inputs=True)
 
     def draining(self) -> Collection[NodeId]:
         return () if self.plans else self._kept.draining
