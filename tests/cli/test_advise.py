@@ -30,6 +30,9 @@ def test_json_has_the_answer_and_what_it_rests_on(prfaas: Run) -> None:
     assert best["rate_rps"] == pytest.approx(best["lambda_max_rps"] * 0.8)
     assert best["here"]["times"].startswith("estimated")
     assert set(best["certainty"]) == {"gain", "wins", "measure"}
+    (lost,) = best["lost_sites"]
+    assert 0 < lost["rate_rps"] < best["lambda_max_rps"]
+    assert all(single["lost_sites"] == [] for single in answer["single"])
     assert answer["gain"] == best["gain"]
     assert answer["prices"]["h20"] == {"usd_per_gpu_hour": 1.8, "source": "given"}
     assert {single["here"]["site"] for single in answer["single"]} == {"here", "there"}
@@ -40,6 +43,7 @@ def test_a_table_and_a_verdict_for_people(prfaas: Run) -> None:
     assert "the least cost of 4 requests/s" in out
     for words in ("threshold t", "USD per 1M output tokens", "5% to 95% range", "orth it:"):
         assert words in out
+    assert "without the other site" in out and "Without prfaas or its link: " in out
     assert "$1.8 per GPU and hour, given" in out
     assert "are estimated, not measured" in out
 

@@ -193,6 +193,11 @@ def test_a_plan_gives_model_traffic_hardware_and_links(
     ]
     config = load_host_config(Path("deploy/hosts/10.1.0.1/host.toml"))
     assert (config.node.emulated.accelerator, config.node.emulated.gpus) == ("h200", 8)
+    assert "Planned for 0.78 requests/s: 1 prefill node and 1 decode node at pd." in result.out
+    assert "Without prfaas or its link: 0.35 requests/s" in result.out
+    found = prfaas("init", "deploy", *options, *hosts, "--force", "--json").json
+    (lost,) = found["lost_sites"]
+    assert 0 < lost["rate_rps"] < found["capacity_rps"] == pytest.approx(0.78, abs=0.005)
     missing = prfaas("init", "other", *options, "--pd", "pd=10.0.0.1")
     assert "--prfaas: the plan's cluster 'prfaas' has no hosts" in missing.err
 

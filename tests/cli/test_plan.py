@@ -55,6 +55,15 @@ def test_json_has_what_programs_read(prfaas: Run) -> None:
         }
 
 
+def test_the_loss_of_the_site_is_shown(prfaas: Run) -> None:
+    (lost,) = prfaas("plan", CASE_STUDY, "--json").json["lost_sites"]
+    assert lost["cluster"] == "prfaas" and lost["rate_rps"] == pytest.approx(1.407, rel=1e-3)
+    (home,) = lost["pd_clusters"]
+    assert home == {"cluster": "pd", "split": {"prefill": 6, "decode": 2}, "alone": False}
+    words = "Without prfaas or its link: 1.41 requests/s of 3.24 (43%): 3 decode nodes become"
+    assert words in " ".join(prfaas("plan", CASE_STUDY).out.split())
+
+
 def test_a_sweep_reoptimises_at_each_value(prfaas: Run) -> None:
     swept = prfaas("plan", CASE_STUDY, "--sweep", "links.0.gbps=5,8,10,100", "--json").json
     assert [point["value"] for point in swept["sweep"]] == [5, 8, 10, 100]
@@ -371,7 +380,11 @@ def test_several_pd_clusters_are_planned_together(prfaas: Run) -> None:
     for flow in report["flows"]:
         assert {"from", "to", "rps", "gbps"} <= set(flow)
     assert report["binding"] and report["estimated"] == []
-    assert "the link south -> east" in prfaas("plan", TWO_BY_TWO).out.replace("\n", " ")
+    out = " ".join(prfaas("plan", TWO_BY_TWO).out.split())
+    assert "the link south -> east" in out
+    assert [lost["cluster"] for lost in report["lost_sites"]] == ["north", "south"]
+    for lost in report["lost_sites"]:
+        assert f"Without {lost['cluster']} or its link: {lost['rate_rps']:.2f} requests/s" in out
 
 
 def test_options_of_one_pd_cluster_are_refused_for_several(prfaas: Run) -> None:
