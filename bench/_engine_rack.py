@@ -83,10 +83,6 @@ class Child:
                 start_new_session=True,
             )
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     def ready(self, kind: type[R]) -> R:
         until_s = time.monotonic() + START_S
         while time.monotonic() < until_s:
@@ -104,14 +100,6 @@ class Child:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(STOP_S)
-
-
-def prefer(pid: int) -> None:
-    """Gives the session of a process more CPU time than others get, where the system allows it.
-    Workers of vLLM spin while they wait. With more of them than cores, kvds have been ready to run
-    for a minute without getting a core, longer than their engines wait for an answer."""
-    with suppress(OSError):
-        Path(f"/proc/{pid}/autogroup").write_text("-10")
 
 
 def end(process: subprocess.Popen[Any]) -> None:
@@ -284,7 +272,6 @@ class Rack:
                 *("kvd", "--socket", str(socket), *KVD_OPTIONS, *PATIENT),
             )
             stack.callback(kvd.stop)
-            prefer(kvd.pid)
             kvd_url = kvd.ready(KvdReady).http
             start = self._node if base(name) == NODE else self._vllm
             log = self._folder / f"{label}.log"

@@ -52,7 +52,6 @@ from _engine_rack import (
     await_memory,
     await_server,
     end,
-    prefer,
     say,
 )
 from _vllm_options import (
@@ -196,7 +195,6 @@ def observe(
                 *("kvd", "--socket", str(sockets / side), *KVD_OPTIONS, *PATIENT),
             )
             stack.callback(kvd.stop)
-            prefer(kvd.pid)
             urls[side] = kvd.ready(KvdReady).http
         log = folder / f"{name}.log"
         settings = {"form": "canonical", "block_tokens": WIRE_BLOCK_TOKENS}

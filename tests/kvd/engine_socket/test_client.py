@@ -191,6 +191,19 @@ def test_a_kvd_that_does_not_run_does_not_stop_the_steps_of_an_engine(
         wait_until(lambda: engine.connected)
 
 
+def test_an_answer_that_came_during_a_pause_of_the_engine_counts(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All threads of a process go on at once after it: the one that waits for an answer finds that
+    its time is over, perhaps before the one that reads has run."""
+    with host.engine() as engine:
+        monkeypatch.setattr(client, "ANSWER_S", -1.0)  # it is over from the beginning
+        monkeypatch.setattr(client, "_HAND_OVER_S", PATIENCE_S)
+        for _ in range(100):
+            engine.flush()
+        assert engine.connected
+
+
 def test_attaching_an_unknown_or_unfinished_transfer_fails(host: Host) -> None:
     with host.engine() as engine:
         with pytest.raises(TransferFailed, match="not known here"):

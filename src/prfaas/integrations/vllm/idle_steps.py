@@ -2,9 +2,9 @@
 
 While requests only wait for loads, or ended ones for the writes of their answers, vLLM makes one
 empty step after the other, and its processes spin between them. More of them than cores can keep
-the kvd from every core, although it is ready to run: nobody's answer comes, so the engine spins on
-until it gives the answer up. So the workers let such steps last: they wait for something to report,
-the longer the longer nothing was.
+the kvd from every core, although it is ready to run. Its answer to the load does not come, so they
+spin until they give it up. The workers therefore let such steps last: they wait for something to
+report, the longer the longer nothing was.
 """
 
 from __future__ import annotations

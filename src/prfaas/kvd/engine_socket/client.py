@@ -57,6 +57,7 @@ _LOG = logging.getLogger(__name__)
 
 ANSWER_S = 60.0  # the timeout of a call: the kvd may write to SSD before it answers
 SEND_S = ANSWER_S  # to a kvd that does not read
+_HAND_OVER_S = 1.0  # from this connection's reader to the thread that waits for an answer
 _CONNECT_S = 5.0
 _RECONNECT_S = 0.5  # between two attempts to reconnect to a kvd that has exited
 _READ_BYTES = 1 << 16
@@ -326,7 +327,7 @@ class _Connection:
             self._waiting[number] = future
         self._send(encoded)
         try:
-            reply = future.result(ANSWER_S)
+            reply = _result_of(future)
         except FutureTimeout:
             self._end()
             raise ConnectionLost(f"the kvd did not answer within {ANSWER_S:g} s") from None
@@ -482,6 +483,16 @@ def _frame(call: NumberedCall) -> bytes:
             fix="send a shorter prompt",
         )
     return encoded
+
+
+def _result_of(future: Future[_Reply]) -> _Reply:
+    """Raises FutureTimeout."""
+    try:
+        return future.result(ANSWER_S)
+    except FutureTimeout:
+        # After a pause of this process the answer may have come in time, and the reader runs only
+        # now, as this thread does.
+        return future.result(_HAND_OVER_S)
 
 
 def _settle(sent: Future[None], reason: str) -> None:
