@@ -59,7 +59,7 @@ PAIR_MODELS = ("falcon-h1", "gemma3")
 # These take longest and begin first, so that in the end no process is left alone with one of them.
 LONGEST = (
     *("tests/faults/test_campaign.py", "tests/faults/clusters/test_cluster_faults.py"),
-    "tests/launch/test_regions.py",
+    *("tests/launch/test_regions.py", "tests/promises/test_served_while_a_node_lives.py"),
     *(f"{PAIRS}:{model}" for model in PAIR_MODELS),
     *("tests/engine/", "tests/gateway/dispatch/", "tests/deploy/test_end_to_end.py"),
     "tests/tracing/slow_ways/",

@@ -62,8 +62,14 @@ async def prefill_node(backend: GatewayBackend, seed: str, clock: Clock) -> str:
     return trace.prefill
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize(
+    ("policy", "slow"),
+    [
+        *(("adaptive", 0), ("adaptive", 1)),
+        *(pytest.param("paper", each, marks=pytest.mark.slow) for each in (0, 1)),
+        *(pytest.param("remote", each, marks=pytest.mark.slow) for each in (0, 1)),
+    ],
+)
 def test_a_node_that_is_20_times_slower_gets_little_until_it_recovers(
     policy: str, slow: int
 ) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -27,39 +27,29 @@ SHAPES = [Shape(hosts, is_local_first) for hosts in (1, 3) for is_local_first in
 ONE, THREE = Shape(1, False), Shape(3, True)
 
 
-class Event:
+class Event(NamedTuple):
     """How the remote site is lost, and how it returns."""
 
-    def __init__(
-        self,
-        lose: Callable[[PromisedDeployment], None],
-        restore: Callable[[PromisedDeployment], None],
-    ) -> None:
-        self.lose = lose
-        self.restore = restore
+    lose: Callable[[PromisedDeployment], None] | None  # None: it has never been there
+    restore: Callable[[PromisedDeployment], None]
 
 
-def start(deployment: PromisedDeployment) -> None:
-    deployment.start_remote()
-
-
+START = PromisedDeployment.start_remote
+RESTORE = PromisedDeployment.restore
 EVENTS = {
-    "never_started": Event(lambda one: one.start_without_remote(one.policy), start),
-    "node_killed": Event(lambda one: one.kill_remote("node"), start),
-    "host_killed": Event(lambda one: one.kill_remote("node", "kvd"), start),
-    "cut": Event(lambda one: one.cut(), lambda one: one.restore()),
-    "stalled": Event(lambda one: one.stall(), lambda one: one.restore()),
-    "drained": Event(lambda one: one.drain(), lambda one: one.drain("--return")),
+    "never_started": Event(None, START),
+    "node_killed": Event(lambda one: one.kill_remote("node"), START),
+    "host_killed": Event(lambda one: one.kill_remote("node", "kvd"), START),
+    "cut": Event(PromisedDeployment.cut, RESTORE),
+    "stalled": Event(PromisedDeployment.stall, RESTORE),
+    "drained": Event(PromisedDeployment.drain, lambda one: one.drain("--return")),
 }
-ALWAYS = {
-    *((ONE, "adaptive", event) for event in ("never_started", "node_killed", "drained")),
-}
+ALWAYS = {(ONE, "adaptive", "never_started"), (ONE, "adaptive", "node_killed")}
 SLOW = {
-    *((ONE, "adaptive", event) for event in ("host_killed", "cut")),
-    *((ONE, "paper", event) for event in ("node_killed", "cut")),
-    *((ONE, "local", "never_started"), (ONE, "remote", "node_killed")),
-    *((THREE, "adaptive", event) for event in ("never_started", "node_killed", "drained")),
-    *((THREE, "paper", event) for event in ("stalled", "host_killed")),
+    *((ONE, "adaptive", event) for event in ("host_killed", "cut", "drained")),
+    *((ONE, "paper", "node_killed"), (ONE, "local", "never_started"), (ONE, "remote", "cut")),
+    *((THREE, "adaptive", "node_killed"), (THREE, "adaptive", "drained")),
+    (THREE, "paper", "stalled"),
 }
 
 
@@ -88,20 +78,12 @@ async def client(deployment: PromisedDeployment) -> AsyncIterator[Client]:
         yield client
 
 
-async def served(client: Client, deployment: PromisedDeployment, within_s: float) -> None:
-    prompt, expected = await deployment.question()
-    answer = await client.ask(prompt, within_s)
-    log = deployment.gateway_output[-3000:]
-    assert (answer.status, answer.tokens) == (200, expected), f"{answer}\n{log}"
-    assert await client.is_ready(), f"requests are served\n{log}"
-
-
 @pytest.mark.parametrize(("deployment", "policy", "event"), cases(), indirect=["deployment"])
 async def test_a_lost_remote_site_costs_speed_and_no_service(
     deployment: PromisedDeployment, client: Client, policy: str, event: str
 ) -> None:
-    happens = EVENTS[event]
-    if event == "never_started":
+    lose, restore = EVENTS[event]
+    if lose is None:
         await asyncio.to_thread(deployment.start_without_remote, policy)
         await client.until_ready()
     else:
@@ -109,17 +91,30 @@ async def test_a_lost_remote_site_costs_speed_and_no_service(
         await client.until_all_are_in_use()
         if policy != "local":
             await client.until_offloaded()
-        deployment.is_whole = False
-        await asyncio.to_thread(happens.lose, deployment)
+    deployment.is_whole = False
+    questions = await asyncio.gather(*(deployment.question() for _ in range(10)))
 
-    await served(client, deployment, FIRST_S)
+    async def served(within_s: float) -> None:
+        prompt, expected = questions.pop()
+        answer = await client.ask(prompt, within_s)
+        log = deployment.gateway_output[-3000:]
+        assert (answer.status, answer.tokens) == (200, expected), f"{answer}\n{log}"
+        assert await client.is_ready(), f"requests are served\n{log}"
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(served(FIRST_S))  # it is on its way when the site is lost
+        if lose is not None:
+            await asyncio.to_thread(lose, deployment)
+        group.create_task(served(FIRST_S))
     for _ in range(4):
-        await served(client, deployment, ANSWER_S)
-    await asyncio.gather(*(served(client, deployment, ANSWER_S) for _ in range(3)))
+        await served(ANSWER_S)
+    async with asyncio.TaskGroup() as group:
+        for _ in range(3):
+            group.create_task(served(ANSWER_S))
 
-    await asyncio.to_thread(happens.restore, deployment)
+    await asyncio.to_thread(restore, deployment)
     await client.until_all_are_in_use()
     if policy != "local":
         await client.until_offloaded()
-    await served(client, deployment, ANSWER_S)
+    await served(ANSWER_S)
     deployment.is_whole = True
