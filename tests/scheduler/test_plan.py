@@ -8,6 +8,7 @@ import pytest
 from prfaas.config import load_deployment
 from prfaas.config.deployment import ReplanSection
 from prfaas.planner import baselines
+from prfaas.planner.alone import alone_rps
 from prfaas.planner.comparison import Planner
 from prfaas.planner.problem import Problem
 from prfaas.scheduler.plan import (
@@ -80,6 +81,30 @@ def test_without_a_live_prfaas_instance_every_prefill_is_local() -> None:
     best = find_optimum(replace(given, remotes=dead))
     assert best.shares == (0.0,)
     assert best.threshold_tokens == given.workload.max_new_tokens
+
+
+@pytest.mark.parametrize(("pd", "fixed"), [(1, None), (3, None), (3, 0), (4, 2)])
+def test_a_plan_without_a_live_prfaas_node_has_what_the_local_nodes_serve(
+    pd: int, fixed: int | None
+) -> None:
+    """Also of a single node, which prefills and decodes, and with a fixed threshold."""
+    for threshold in (None, 500):
+        given = problem(pd=pd, fixed_prefill=fixed, fixed_threshold=threshold)
+        lost = with_instances(given, [0], pd)
+        best = find_optimum(lost)
+        assert best.shares == (0.0,)
+        if fixed:
+            assert best.n_prefill == fixed and not best.alone
+            assert best.capacity_rps == find_optimum(replace(given, remotes=())).capacity_rps
+            continue
+        assert best.capacity_rps >= 0.9 * alone_rps(lost)
+        assert best.alone == (best.n_prefill == 0)
+
+
+def test_a_homogeneous_deployment_is_planned_as_a_split() -> None:
+    """It is the paper's baseline, whatever its nodes would serve alone."""
+    best = find_optimum(problem(prfaas=0))
+    assert best.n_prefill > 0 and not best.alone
 
 
 NODES = [NodeId(f"pd-{index}") for index in range(8)]

@@ -27,6 +27,7 @@ class Optimum(NamedTuple):
     n_prefill: int
     capacity_rps: float
     shares: tuple[float, ...]
+    alone: bool = False  # every local node prefills and decodes its own requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +193,8 @@ class Solver:
             local = local_only(problem, curves)
             if local.alone:
                 everything = int(curves.cuts.threshold[-1])
-                return Optimum(everything, 0, local.rps, (0.0,) * len(problem.remotes))
+                shares = (0.0,) * len(problem.remotes)
+                return Optimum(everything, 0, local.rps, shares, alone=True)
         choice = optimise(problem, curves)
         at = stage_rates(problem, curves, choice)
         # Without a live PrfaaS node, every share is 0.

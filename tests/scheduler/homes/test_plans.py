@@ -7,6 +7,7 @@ import pytest
 
 from prfaas.config.deployment import ReplanSection
 from prfaas.errors import InputError
+from prfaas.planner.alone import alone_rps
 from prfaas.planner.network.problem import NetworkProblem
 from prfaas.planner.network.solve import NetworkPlanner
 from prfaas.scheduler.homes.plans import (
@@ -143,7 +144,11 @@ def test_without_a_live_pd_cluster_the_error_names_them() -> None:
         planned_for(lost, no_roles(lost))
 
 
-def test_a_pd_cluster_that_no_node_can_prefill_for_is_an_error() -> None:
+def test_a_pd_cluster_that_no_other_node_can_prefill_for_serves_alone() -> None:
     lost = network_with(NETWORK, {EAST: 1, NORTH: 0, SOUTH: 0})
-    with pytest.raises(InputError):
-        planned_for(lost, no_roles(lost))
+    made = planned_for(lost, no_roles(lost))
+    assert made[EAST].n_decode == 1 and made[EAST].capacity_rps == pytest.approx(
+        alone_rps(lost.homes[0].problem)
+    )
+    assert made[WEST].capacity_rps > 0
+    assert all(plan.together == (EAST, WEST) for plan in made.values())

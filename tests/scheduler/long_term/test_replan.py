@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from prfaas.config.deployment import ReplanSection
 from prfaas.planner import baselines
+from prfaas.planner.alone import SPLIT_SHARE, alone_rps
 from prfaas.planner.comparison import Planner
 from prfaas.planner.workload import Workload, lognormal
-from prfaas.scheduler.plan import Solver, find_optimum
+from prfaas.scheduler.plan import Solver, find_optimum, with_instances
 from prfaas.types import NodeId
 from tests.planner.builders import case_study, problem
 from tests.scheduler.traffic import Loop
@@ -122,6 +123,25 @@ def test_lost_and_recovered_prfaas_nodes_move_the_threshold_at_once() -> None:
     assert loop.plan.threshold_tokens == pytest.approx(before, rel=0.15)
     loop.serve(CASE_STUDY.workload, HOUR_S, live_remotes=(1,))
     assert loop.conversions, "one that lasts does"
+
+
+@pytest.mark.parametrize(
+    ("pd", "t_decode_s", "converts"),
+    # A split of 2 nodes: 1 and 1, as long as a prefill takes about as long as its share of decode
+    # steps. Of 4 nodes, 3 would have to prefill, and they are converted one by one.
+    [(2, 0.055, True), (2, 0.02, False), (4, 0.02, False)],
+)
+def test_nodes_that_serve_alone_become_a_split_only_where_it_serves_nearly_as_much(
+    pd: int, t_decode_s: float, converts: bool
+) -> None:
+    """All PrfaaS nodes are lost for good, and no local node prefills."""
+    given = problem(pd=pd, t_decode_s=t_decode_s, fixed_prefill=0)
+    loop = Loop(given)
+    given = replace(given, local=replace(given.local, fixed_prefill=None))
+    loop.plan = replace(loop.plan, problem=given)
+    loop.serve(given.workload, HOUR_S, live_remotes=(0,))
+    assert loop.plan.capacity_rps >= SPLIT_SHARE * alone_rps(with_instances(given, [0], pd))
+    assert bool(loop.conversions) == converts == (loop.plan.n_prefill > 0)
 
 
 def test_a_lost_node_keeps_its_role_but_does_not_count() -> None:

@@ -62,7 +62,8 @@ def plans_for_nodes(
 ) -> dict[ClusterId, Plan]:
     """Plans for the live nodes, with the rules of `plan_for_nodes`. The network has the live
     instances. A PD cluster without one gets no plan, and the others serve their shares of the rest
-    of the traffic. Raises InputError where nothing can be served."""
+    of the traffic. Raises InputError where nothing can be decoded, or where nothing can be served
+    with these roles."""
     live = _with_live_homes(network)
     if len(live.homes) == 1 or policy == "local":
         single = {}
@@ -73,7 +74,19 @@ def plans_for_nodes(
             lost = problem.remotes and len(network.homes) > 1
             single[name] = replace(plan, together=(name,)) if lost else plan
         return single
-    solved = solve_network(live)
+    try:
+        solved = solve_network(live)
+    except InputError:
+        # Together they cannot be served: some have no prefill node and no PrfaaS cluster. Their
+        # nodes serve alone.
+        names = tuple(sorted(home_name(home) for home in live.homes))
+        return {
+            home_name(home): replace(
+                plan_for_nodes(home.problem, roles[home_name(home)], rules, now_s, reason=reason),
+                together=names,
+            )
+            for home in live.homes
+        }
     given: dict[ClusterId, dict[NodeId, Role]] = {}
     splits_differ = False
     for home in live.homes:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prfaas.config.deployment import ReplanSection
+from prfaas.planner.alone import SPLIT_SHARE
 from prfaas.planner.workload import Workload
 from prfaas.scheduler.long_term.traffic import TrafficWindow
 from prfaas.scheduler.plan import Plan, Role, Solver, with_instances, with_paces
@@ -56,12 +57,18 @@ def replan(window: TrafficWindow, plan: Plan) -> Plan | None:
     if blocks >= 2 and not hardware_changed:
         best = solver.best()
         worth = max(rules.min_gain, 1 / math.sqrt(requests))
-        if best.capacity_rps > here.capacity_rps * (1 + worth):
+        # Nodes that serve alone serve as much as any split, but a split that comes close to it
+        # keeps the speed of the output.
+        to_split = here.alone and not best.alone
+        if to_split or best.capacity_rps > here.capacity_rps * (1 + worth):
             step = best.n_prefill - n_prefill
     changed = convert_roles(roles, step, plan, window.now_s)
     if changed:
-        roles |= changed
-        here = solver.best(sum(role == "prefill" for role in roles.values()))
+        after = solver.best(sum(role == "prefill" for role in (roles | changed).values()))
+        if here.alone and after.capacity_rps < SPLIT_SHARE * here.capacity_rps:
+            changed = {}  # a split with so few prefill nodes serves less
+        else:
+            roles, here = roles | changed, after
 
     off = abs(here.threshold_tokens - plan.threshold_tokens) / max(plan.threshold_tokens, 1)
     moved = bool(problem.remotes) and off > max(rules.threshold_step, 1 / math.sqrt(requests))
