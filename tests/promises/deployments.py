@@ -38,7 +38,7 @@ from tests.waiting import PATIENCE_S
 
 PLAN = Path(__file__).parents[2] / "configs" / "case_study.toml"
 REMOTE = "prfaas"  # the cluster; its only host is `prfaas-0`
-SHORT, LONG = 300, 40_000  # tokens; a long prompt is worth the way, under every policy but `local`
+SHORT, LONG = 300, 30_000  # tokens; a long prompt is worth the way, under every policy but `local`
 OUTPUT_TOKENS = 4
 # What a client is promised while one node that decodes is alive, whatever happened to the others.
 ANSWER_S = 10.0
