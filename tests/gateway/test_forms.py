@@ -74,7 +74,8 @@ async def test_explain_and_state_show_the_forms() -> None:
         await register(one, {"a": "vllm-a", "b": "vllm-a", FAR: "vllm-b"})
         found = one.backend.explain(gateway_request(prompt(LONG, 3)))
         assert found["chosen"]["prefill"] == FAR and found["chosen"]["form"] == "canonical"
-        forms = {option["cluster"]: option["form"] for option in found["alternatives"]}
+        handed_off = [option for option in found["alternatives"] if not option["alone"]]
+        forms = {option["cluster"]: option["form"] for option in handed_off}
         assert forms == {"pd": "native", "far": "canonical"}
         shown = one.state("a")["forms"]
         assert list(shown) == ["canonical", "native"], "the one that counts for sets is first"

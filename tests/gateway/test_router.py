@@ -81,8 +81,9 @@ async def test_avoiding_a_node_is_a_preference() -> None:
     clock = FakeClock()
     _, router = fleet_and_router(clock)
     assert await place(router, placement(LONG, clock, F)) == (A, B)
-    assert (await place(router, placement(LONG, clock, B, C)))[1] in (B, C)
-    assert (await place(router, placement(LONG, clock, A, F)))[0] in (A, F)
+    assert await place(router, placement(LONG, clock, B, C)) == (A, A)
+    prefill, decode = await place(router, placement(LONG, clock, A, F))
+    assert prefill == decode and decode in (B, C), "rather alone than where it has failed"
 
 
 async def test_a_request_waits_until_a_node_can_decode_it() -> None:
@@ -137,7 +138,9 @@ async def test_a_free_node_goes_to_the_first_waiting_request_before_a_new_one() 
     """The waiting request is placed at once when the new one arrives. No report and no end
     of a prefill has to come first."""
     clock = FakeClock()
-    fleet, router = fleet_and_router(clock, policy="adaptive", adaptive={"queue_s": 0.0})
+    fleet, router = fleet_and_router(
+        clock, policy="adaptive", adaptive={"queue_s": 0.0}, alone={"margin_s": 1e3}
+    )
     fleet.record_engine_failure(A)  # so that only F prefills
     first = placement(LONG, clock)
     router.waiting_room.put(first, Hold("test", fleet.remotes[0], 0.1, clock.now()))
@@ -157,8 +160,8 @@ async def test_a_free_node_goes_to_the_first_waiting_request_before_a_new_one() 
 async def test_waiting_is_bounded() -> None:
     clock = FakeClock()
     fleet, router = fleet_and_router(clock)
-    fleet.drain(B)
-    fleet.drain(C)
+    for node in (A, B, C):
+        fleet.drain(node)
     with pytest.raises(RequestError, match="no node could take the request") as refused:
         await router.place(placement(LONG, clock), 0.0)
     assert refused.value.status == 503 and refused.value.retry_after_s
@@ -170,8 +173,8 @@ async def test_a_full_queue_refuses_requests() -> None:
     timeouts = GatewayTimeouts(queue_retry_after_s=7.0)
     limits = GatewaySection(max_queued=1, timeouts=timeouts)
     fleet, router = fleet_and_router(clock, limits=limits)
-    fleet.drain(B)
-    fleet.drain(C)
+    for node in (A, B, C):
+        fleet.drain(node)
     waiting = asyncio.create_task(router.place(placement(LONG, clock), 60.0))
     await until(lambda: len(router.waiting_room) == 1)
     with pytest.raises(RequestError, match="gateway.max_queued = 1") as refused:
@@ -185,8 +188,8 @@ async def test_a_request_that_is_cancelled_while_it_waits_leaves_nothing(at_once
     """Also when it is placed in the moment in which it is cancelled."""
     clock = FakeClock()
     fleet, router = fleet_and_router(clock)
-    fleet.drain(B)
-    fleet.drain(C)
+    for node in (A, B, C):
+        fleet.drain(node)
     before = fleet.board.node(F)
     waiting = asyncio.create_task(router.place(placement(LONG, clock), 30.0))
     await until(lambda: len(router.waiting_room) == 1)

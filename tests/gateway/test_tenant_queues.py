@@ -271,8 +271,8 @@ async def test_a_full_queue_of_one_tenant_leaves_places_for_another() -> None:
     timeouts = GatewayTimeouts(queue_retry_after_s=7.0)
     limits = GatewaySection(max_queued=8, timeouts=timeouts)
     async with running("paper", limits) as deployment:
-        deployment.fleet.drain(B)
-        deployment.fleet.drain(C)
+        for node in (A, B, C):
+            deployment.fleet.drain(node)
         await deployment.send("flood", count=4)
         with pytest.raises(RequestError, match="half of gateway.max_queued") as refused:
             await deployment.router.place(placement(LONG, deployment.clock, tenant="flood"), 60.0)

@@ -422,8 +422,9 @@ def test_a_node_is_expected_back_for_a_while_after_it_has_left_on_purpose() -> N
     clock = FakeClock()
     fleet, _ = fleet_and_router(clock)
     now = clock.now()
-    assert not fleet.members.is_restarting(now)
+    home = fleet.homes[0]
+    assert fleet.members.expected_nodes(home, now) == []
     leave(fleet, A, clock)
-    assert fleet.members.expected_nodes(fleet.homes[0], now) == [A]
-    assert fleet.members.is_restarting(now + 0.9 * TIMEOUTS.forget_s)
-    assert not fleet.members.is_restarting(now + TIMEOUTS.forget_s)
+    assert fleet.members.expected_nodes(home, now) == [A]
+    assert fleet.members.expected_nodes(home, now + 0.9 * TIMEOUTS.forget_s) == [A]
+    assert fleet.members.expected_nodes(home, now + TIMEOUTS.forget_s) == []

@@ -71,7 +71,8 @@ def replan(window: TrafficWindow, plan: Plan) -> Plan | None:
             roles, here = roles | changed, after
 
     off = abs(here.threshold_tokens - plan.threshold_tokens) / max(plan.threshold_tokens, 1)
-    moved = bool(problem.remotes) and off > max(rules.threshold_step, 1 / math.sqrt(requests))
+    live = any(remote.pool.instances for remote in problem.remotes)
+    moved = live and off > max(rules.threshold_step, 1 / math.sqrt(requests))
     if not (changed or moved or hardware_changed):
         return None
     return Plan(
