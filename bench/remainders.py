@@ -1,21 +1,24 @@
 """What the requests that decode on a node notice when the node also prefills short remainders.
 
 \b
-    prfaas bench remainders [--engine hf|emulated] [--rounds 4] [--slice-s 30] [--neighbours 2]
+    prfaas bench remainders [--engine hf|emulated|vllm] [--rounds 4] [--slice-s 30] [--neighbours 2]
+                            [--margin-s 0.1] [--vllm-python .venv-vllm/bin/python]
 
 A node that prefills and a node that decodes serve one cluster, and two gateways route to them: one
-with remainders on decode nodes, one without. Some long answers stream from the decode node all the
-time: the neighbours. Time is cut into slices, which repeat in alternating order:
+lets decode nodes serve alone where that costs least, the other does not. Some long answers stream
+from the decode node all the time: the neighbours. Time is cut into slices, which repeat in
+alternating order:
 
 \b
   quiet         only the neighbours
   handed_off    a conversation through the gateway without remainders: a turn every few seconds
   remainders    the same through the other gateway: turns are prefilled where the last answer is
-                kept, as often as `scheduler.alone.slowdown` lets the node
+                kept, where the default rule finds that cheapest; `--margin-s 0` favours it
 
 The `hf` engine computes a tiny hybrid model on the CPU; its profile is measured first, because the
 gateway's limit counts predicted seconds. The `emulated` engine follows the case study's profile,
-whatever else the machine does. Prints JSON:
+whatever else the machine does. `vllm` stands for two vLLM servers with PrfaasConnector, whose
+profile is measured over HTTP. Prints JSON:
 
 \b
   inter_token_ratio  time between two tokens of the neighbours, remainders over handed_off:
@@ -40,20 +43,25 @@ import threading
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import click
 
 from _engine_rack import REQUEST_S, SETTLE_S, START_S, Child, say
+from _turns_vllm import ARCH as VLLM_ARCH
+from _turns_vllm import vllm_nodes
+from prfaas.config.deployment import AloneSection
 from prfaas.contracts.readiness import GatewayReady, NodeReady
 from prfaas.engine.checkpoint.make import make_checkpoint
 from prfaas.errors import InputError
 from prfaas.launch.attached_process import attached_prefix
 
 Kind = Literal["quiet", "handed_off", "remainders"]
+ENGINES = ("hf", "emulated", "vllm")
 KINDS: tuple[Kind, ...] = ("quiet", "handed_off", "remainders")
 ORDER: tuple[Kind, ...] = ("quiet", "handed_off", "remainders", "remainders", "handed_off", "quiet")
 BLOCK_TOKENS = 64
@@ -103,8 +111,9 @@ gbps = 1
 class Setup(NamedTuple):
     """What the two engines differ in."""
 
-    node_options: tuple[str, ...]
     fields: dict[str, Any]  # of the deployment file
+    # Starts a node that prefills and one that decodes: URLs of the engines and of the kvds.
+    nodes: Callable[[ExitStack, Path], tuple[list[str], list[str]]]
 
 
 class Served(NamedTuple):
@@ -131,14 +140,59 @@ def hf_setup(folder: Path) -> Setup:
         timeout=START_S,
     )
     options = ("--model", str(model), "--device", "cpu")
+    return Setup(_on_this_machine(model, profile), partial(_start_nodes, options))
+
+
+def _on_this_machine(model: Path, profile: Path) -> dict[str, Any]:
     named = f'name = "model"\nconfig = "{model}/config.json"'
-    return Setup(
-        options,
-        {
-            **{"catalog": f'["{profile}"]', "model": named, "tokens_per_s": 0.5},
-            **{"accelerator": "this-machine", "gpus": NODES, "each": 1},
-        },
-    )
+    return {
+        **{"catalog": f'["{profile}"]', "model": named, "tokens_per_s": 0.5},
+        **{"accelerator": "this-machine", "gpus": NODES, "each": 1},
+    }
+
+
+def vllm_setup(folder: Path, python: Path) -> Setup:
+    """Two vLLM servers; the profile is measured when they serve."""
+    model, profile = make_checkpoint(folder / "model", VLLM_ARCH).directory, folder / "profile.toml"
+
+    def start(stack: ExitStack, folder: Path) -> tuple[list[str], list[str]]:
+        pair = vllm_nodes(python, model, folder, KVD_OPTIONS, keep=True)
+        nodes = stack.enter_context(pair)
+        say("measuring the model's profile")
+        subprocess.run(
+            [
+                *(*attached_prefix(), "profile", "--url", nodes[0].url),
+                *("--accelerator", "this-machine", "--lengths", "128,256,1024"),
+                *("--cached", "1024", "--batches", "1,4", "--rounds", "3", "--out", str(profile)),
+            ],
+            check=True,
+            stdout=subprocess.DEVNULL,
+            timeout=START_S,
+        )
+        # The planner finds the profile by the model's name.
+        profile.write_text(
+            re.sub(r'^model = ".*"', 'model = "model"', profile.read_text(), flags=re.M)
+        )
+        return [node.url for node in nodes], [node.kvd_url for node in nodes]
+
+    return Setup(_on_this_machine(model, profile), start)
+
+
+def _start_nodes(
+    options: Sequence[str], stack: ExitStack, folder: Path
+) -> tuple[list[str], list[str]]:
+    nodes = []
+    for name in ("one", "two"):
+        child = Child(
+            folder / f"{name}.log",
+            *("node", *options),
+            *("--set", f"node.block_tokens={BLOCK_TOKENS}"),
+            *("--", *KVD_OPTIONS, "--node", name),
+        )
+        stack.callback(child.stop)
+        nodes.append(child)
+    urls = [node.ready(NodeReady).http for node in nodes]
+    return urls, [_get(f"{url}/v1/models")["data"][0]["prfaas"]["kvd_url"] for url in urls]
 
 
 def emulated_setup(_: Path) -> Setup:
@@ -146,13 +200,11 @@ def emulated_setup(_: Path) -> Setup:
         *("--engine", "emulated", "--model", "case-study-1t", "--accelerator", "h20"),
         *("--set", "node.emulated.byte_scale=1e-3"),
     )
-    return Setup(
-        options,
-        {
-            **{"catalog": "[]", "model": 'name = "case-study-1t"', "tokens_per_s": 40},
-            **{"accelerator": "h20", "gpus": 8 * NODES, "each": 8},
-        },
-    )
+    fields = {
+        **{"catalog": "[]", "model": 'name = "case-study-1t"', "tokens_per_s": 40},
+        **{"accelerator": "h20", "gpus": 8 * NODES, "each": 8},
+    }
+    return Setup(fields, partial(_start_nodes, options))
 
 
 class Deployment(NamedTuple):
@@ -162,28 +214,16 @@ class Deployment(NamedTuple):
 
 
 @contextmanager
-def deployment(setup: Setup, folder: Path) -> Iterator[Deployment]:
+def deployment(setup: Setup, folder: Path, margin_s: float) -> Iterator[Deployment]:
     with ExitStack() as stack:
-        nodes = []
-        for name in ("one", "two"):
-            child = Child(
-                folder / f"{name}.log",
-                *("node", *setup.node_options),
-                *("--set", f"node.block_tokens={BLOCK_TOKENS}"),
-                *("--", *KVD_OPTIONS, "--node", name),
-            )
-            stack.callback(child.stop)
-            nodes.append(child)
-        urls = [node.ready(NodeReady).http for node in nodes]
-        kvds = [_get(f"{url}/v1/models")["data"][0]["prfaas"]["kvd_url"] for url in urls]
+        urls, kvds = setup.nodes(stack, folder)
         gateways: dict[Kind, str] = {}
-        # Also where a remainder gains little: this benchmark measures what it costs.
-        for kind, margin_s in (("remainders", 0), ("handed_off", 1_000_000)):
+        for kind, margin in (("remainders", margin_s), ("handed_off", 1_000_000)):
             file = folder / f"{kind}.toml"
             file.write_text(
                 _DEPLOYMENT.format(
                     **setup.fields,
-                    margin_s=margin_s,
+                    margin_s=margin,
                     plans="true" if kind == "remainders" else "false",
                     prefill_url=urls[0],
                     prefill_kvd=kvds[0],
@@ -414,11 +454,25 @@ def summary(slices: Sequence[Slice]) -> dict[str, Any]:
 
 
 @click.command(help=__doc__)
-@click.option("--engine", default="hf", show_default=True, type=click.Choice(["hf", "emulated"]))
+@click.option("--engine", default="hf", show_default=True, type=click.Choice(ENGINES))
 @click.option("--rounds", default=4, show_default=True, type=click.IntRange(1))
 @click.option("--slice-s", default=30.0, show_default=True, type=click.FloatRange(5.0))
 @click.option("--every-s", default=3.0, show_default=True, type=click.FloatRange(0.1))
 @click.option("--neighbours", default=2, show_default=True, type=click.IntRange(1, 8))
+@click.option(
+    "--margin-s",
+    default=AloneSection().margin_s,
+    show_default=True,
+    type=click.FloatRange(0),
+    help="`scheduler.alone.margin_s`.",
+)
+@click.option(
+    "--vllm-python",
+    default=".venv-vllm/bin/python",
+    show_default=True,
+    type=click.Path(path_type=Path),
+    help="Interpreter of an environment with vLLM and prfaas.",
+)
 @click.option("--new-tokens", default=100, show_default=True, type=click.IntRange(1))
 @click.option("--json", "_json", is_flag=True, help="No effect: JSON is printed anyway.")
 def main(
@@ -427,6 +481,8 @@ def main(
     slice_s: float,
     every_s: float,
     neighbours: int,
+    margin_s: float,
+    vllm_python: Path,
     new_tokens: int,
     _json: bool,
 ) -> None:
@@ -434,8 +490,14 @@ def main(
     kinds = [ORDER[i % len(ORDER)] for i in range(rounds * len(KINDS))]
     with tempfile.TemporaryDirectory(prefix="prfaas-remainders-") as name:
         folder = Path(name)
-        setup = hf_setup(folder) if engine == "hf" else emulated_setup(folder)
-        with deployment(setup, folder) as found:
+        match engine:
+            case "hf":
+                setup = hf_setup(folder)
+            case "emulated":
+                setup = emulated_setup(folder)
+            case _:
+                setup = vllm_setup(folder, vllm_python.absolute())
+        with deployment(setup, folder, margin_s) as found:
             slices = run_slices(found, kinds, slice_s, neighbours, traffic)
             served = {kind: served_by_route(url) for kind, url in found.gateways.items()}
     result = {"engine": engine, "neighbours": neighbours, **summary(slices), "served": served}
