@@ -279,6 +279,7 @@ class GatewayStatus:
                 "queued": seen.queued,
                 "wait_s": round(max(0.0, wait_s), 3) if math.isfinite(wait_s) else 0.0,
                 "active": seen.active,
+                "pace": seen.pace,
             }
         if member.load is not None:
             found |= {"running": member.load.running, "waiting": member.load.waiting}
