@@ -242,7 +242,8 @@ def test_an_end_is_confirmed_after_the_copies_of_every_form(
     sides = {
         name: Worker(StagingRing(ring.memory, pins=HostPins())) for name in ("canonical", "native")
     }
-    forms = WorkerForms({name: worker.side for name, worker in sides.items()})  # type: ignore[misc]
+    by_form = {name: worker.side for name, worker in sides.items()}
+    forms = WorkerForms(by_form, threading.Event())  # type: ignore[arg-type]
     worker = sides[form]
     for one in sides.values():
         assert one.side._saves is not None
