@@ -1,8 +1,8 @@
 """What the requests that decode on a node notice when the node also prefills short remainders.
 
 \b
-    prfaas bench remainders [--engine hf|emulated|vllm] [--rounds 4] [--slice-s 30] [--neighbours 2]
-                            [--margin-s 0.1] [--vllm-python .venv-vllm/bin/python]
+    prfaas bench remainders [--engine hf|emulated] [--rounds 4] [--slice-s 30] [--neighbours 2]
+                            [--margin-s 0.1]
 
 A node that prefills and a node that decodes serve one cluster, and two gateways route to them: one
 lets decode nodes serve alone where that costs least, the other does not. Some long answers stream
@@ -17,8 +17,7 @@ alternating order:
 
 The `hf` engine computes a tiny hybrid model on the CPU; its profile is measured first, because the
 gateway's limit counts predicted seconds. The `emulated` engine follows the case study's profile,
-whatever else the machine does. `vllm` stands for two vLLM servers with PrfaasConnector, whose
-profile is measured over HTTP. Prints JSON:
+whatever else the machine does. Prints JSON:
 
 \b
   inter_token_ratio  time between two tokens of the neighbours, remainders over handed_off:
@@ -52,8 +51,6 @@ from typing import Any, Literal, NamedTuple
 import click
 
 from _engine_rack import REQUEST_S, SETTLE_S, START_S, Child, say
-from _turns_vllm import ARCH as VLLM_ARCH
-from _turns_vllm import vllm_nodes
 from prfaas.config.deployment import AloneSection
 from prfaas.contracts.readiness import GatewayReady, NodeReady
 from prfaas.engine.checkpoint.make import make_checkpoint
@@ -61,7 +58,7 @@ from prfaas.errors import InputError
 from prfaas.launch.attached_process import attached_prefix
 
 Kind = Literal["quiet", "handed_off", "remainders"]
-ENGINES = ("hf", "emulated", "vllm")
+ENGINES = ("hf", "emulated")
 KINDS: tuple[Kind, ...] = ("quiet", "handed_off", "remainders")
 ORDER: tuple[Kind, ...] = ("quiet", "handed_off", "remainders", "remainders", "handed_off", "quiet")
 BLOCK_TOKENS = 64
@@ -149,33 +146,6 @@ def _on_this_machine(model: Path, profile: Path) -> dict[str, Any]:
         **{"catalog": f'["{profile}"]', "model": named, "tokens_per_s": 0.5},
         **{"accelerator": "this-machine", "gpus": NODES, "each": 1},
     }
-
-
-def vllm_setup(folder: Path, python: Path) -> Setup:
-    """Two vLLM servers; the profile is measured when they serve."""
-    model, profile = make_checkpoint(folder / "model", VLLM_ARCH).directory, folder / "profile.toml"
-
-    def start(stack: ExitStack, folder: Path) -> tuple[list[str], list[str]]:
-        pair = vllm_nodes(python, model, folder, KVD_OPTIONS, keep=True)
-        nodes = stack.enter_context(pair)
-        say("measuring the model's profile")
-        subprocess.run(
-            [
-                *(*attached_prefix(), "profile", "--url", nodes[0].url),
-                *("--accelerator", "this-machine", "--lengths", "128,256,1024"),
-                *("--cached", "1024", "--batches", "1,4", "--rounds", "3", "--out", str(profile)),
-            ],
-            check=True,
-            stdout=subprocess.DEVNULL,
-            timeout=START_S,
-        )
-        # The planner finds the profile by the model's name.
-        profile.write_text(
-            re.sub(r'^model = ".*"', 'model = "model"', profile.read_text(), flags=re.M)
-        )
-        return [node.url for node in nodes], [node.kvd_url for node in nodes]
-
-    return Setup(_on_this_machine(model, profile), start)
 
 
 def _start_nodes(
@@ -466,13 +436,6 @@ def summary(slices: Sequence[Slice]) -> dict[str, Any]:
     type=click.FloatRange(0),
     help="`scheduler.alone.margin_s`.",
 )
-@click.option(
-    "--vllm-python",
-    default=".venv-vllm/bin/python",
-    show_default=True,
-    type=click.Path(path_type=Path),
-    help="Interpreter of an environment with vLLM and prfaas.",
-)
 @click.option("--new-tokens", default=100, show_default=True, type=click.IntRange(1))
 @click.option("--json", "_json", is_flag=True, help="No effect: JSON is printed anyway.")
 def main(
@@ -482,7 +445,6 @@ def main(
     every_s: float,
     neighbours: int,
     margin_s: float,
-    vllm_python: Path,
     new_tokens: int,
     _json: bool,
 ) -> None:
@@ -490,13 +452,7 @@ def main(
     kinds = [ORDER[i % len(ORDER)] for i in range(rounds * len(KINDS))]
     with tempfile.TemporaryDirectory(prefix="prfaas-remainders-") as name:
         folder = Path(name)
-        match engine:
-            case "hf":
-                setup = hf_setup(folder)
-            case "emulated":
-                setup = emulated_setup(folder)
-            case _:
-                setup = vllm_setup(folder, vllm_python.absolute())
+        setup = hf_setup(folder) if engine == "hf" else emulated_setup(folder)
         with deployment(setup, folder, margin_s) as found:
             slices = run_slices(found, kinds, slice_s, neighbours, traffic)
             served = {kind: served_by_route(url) for kind, url in found.gateways.items()}
