@@ -189,23 +189,18 @@ class Solver:
             problem = replace(problem, local=replace(problem.local, fixed_prefill=n_prefill))
         if not any(remote.pool.instances for remote in problem.remotes):
             problem = replace(problem, fixed_threshold=None)  # no request can be offloaded
-        if self._may_serve_alone(problem):
-            local = local_only(problem, curves)
-            if local.alone:
-                everything = int(curves.cuts.threshold[-1])
-                shares = (0.0,) * len(problem.remotes)
-                return Optimum(everything, 0, local.rps, shares, alone=True)
+            # Nodes are not planned to serve alone where a split was asked for: by the deployment
+            # file, or by a deployment without PrfaaS clusters that has two nodes.
+            pool = problem.local.pool
+            if not problem.local.fixed_prefill and (problem.remotes or pool.instances == 1):
+                local = local_only(problem, curves)
+                if local.alone:
+                    everything = int(curves.cuts.threshold[-1])
+                    shares = (0.0,) * len(problem.remotes)
+                    return Optimum(everything, 0, local.rps, shares, alone=True)
         choice = optimise(problem, curves)
         at = stage_rates(problem, curves, choice)
         # Without a live PrfaaS node, every share is 0.
         shares = tuple(theta / at.prfaas if at.prfaas else 0.0 for theta in at.each_prfaas)
         threshold = int(curves.cuts.threshold[choice.row])
         return Optimum(threshold, choice.n_prefill, at.lambda_max, shares)
-
-    @staticmethod
-    def _may_serve_alone(problem: Problem) -> bool:
-        """Nodes are not planned to serve alone where a split was asked for: by the deployment file,
-        or by a deployment without PrfaaS clusters that has two nodes."""
-        if problem.local.fixed_prefill or any(r.pool.instances for r in problem.remotes):
-            return False
-        return bool(problem.remotes) or problem.local.pool.instances == 1
