@@ -125,12 +125,17 @@ class GenerationApi:
         several = len(requests) > 1
         parallel = admitted.add_prompts(len(requests), PARALLEL_PROMPTS)
         admitted.begin_wait(record.prompt_tokens)
+
+        def first_event() -> None:
+            record.trace.first_token_s = self._request_log.now()
+
         response = ResponseStream(
             request,
             shows_usage=prepared.shows_usage,
             stall_s=self._limits.stall_s,
             # The answers to several prompts are corrected one by one, when they are merged.
             cached_tokens=_unknown if several else record.trace.handed_off_cached,
+            first_event=first_event,
         )
         del prepared
         send = response.stream if record.stream else response.whole

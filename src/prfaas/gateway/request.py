@@ -79,7 +79,7 @@ class RequestTrace:
     granted_s: float | None = None
     prefilled_s: float | None = None  # the prefill node of a hand-off has answered
     committed_s: float | None = None
-    first_token_s: float | None = None
+    first_token_s: float | None = None  # of a stream: its first event is written to the client
     failures: list[str] = field(default_factory=list)  # of failed attempts, one line each
     explains: bool = False  # the route is explained, whatever the rate of explanations
     # Of the latest attempt, with all alternatives as they were then. None: it was not recorded.
@@ -143,8 +143,9 @@ class RequestTrace:
         self.cached_tokens = sum(trace.cached_tokens for trace in traces)
         self.nbytes = sum(trace.nbytes for trace in traces)
         self.attempts = sum(trace.attempts for trace in traces)
-        started = [trace.first_token_s for trace in traces if trace.first_token_s is not None]
-        self.first_token_s = min(started, default=None)
+        if self.first_token_s is None:  # no stream
+            started = [trace.first_token_s for trace in traces if trace.first_token_s is not None]
+            self.first_token_s = min(started, default=None)
         self.failures = [failure for trace in traces for failure in trace.failures]
 
     def handed_off_cached(self) -> int | None:

@@ -14,10 +14,10 @@ from typing import Protocol
 
 from prfaas.clock import Clock
 from prfaas.tracing.context import TraceContext, new_span_id
+from prfaas.tracing.epoch import EpochOffset
 from prfaas.tracing.spans import MOST_SPANS, Kind, Service, Span, Value, shown
 
 MOST_TRACES = 1_024
-_CLOCK_SET_S = 0.05  # less is the delay between two readings of clocks
 _NO_ATTRIBUTES: Mapping[str, Value] = {}
 
 
@@ -39,11 +39,8 @@ class SpanRecorder:
         self._service: Service = service
         self._node = node
         self._clock = clock
-        self._epoch = epoch
+        self._to_epoch = EpochOffset(clock, epoch)
         self._traces: OrderedDict[str, deque[Span]] = OrderedDict()
-
-        # An interruption makes it larger.
-        self._offset_s = min(self._measured_s() for _ in range(3))
 
     def now(self) -> float:
         """On the process's clock, for the start of a span."""
@@ -64,7 +61,7 @@ class SpanRecorder:
         """Records a span that has ended, with times on the process's clock; without `end_s` it ends
         now. `span_id`: of a span that has made calls, whose context was sent with them."""
         now_s = self._clock.now()
-        to_epoch_s = self._to_epoch_s()
+        to_epoch_s = self._to_epoch.seconds()
         span = Span(
             name=name,
             trace_id=parent.trace_id,
@@ -85,18 +82,6 @@ class SpanRecorder:
 
     def spans_of(self, trace_id: str) -> list[Span]:
         return list(self._traces.get(trace_id, ()))
-
-    def _to_epoch_s(self) -> float:
-        """What to add to a time of the process's clock. It changes only when the wall clock is set:
-        a process that is interrupted between two readings must not shift its spans."""
-        found_s = self._measured_s()
-        if abs(found_s - self._offset_s) > _CLOCK_SET_S:
-            self._offset_s = self._measured_s()
-        return self._offset_s
-
-    def _measured_s(self) -> float:
-        now_s = self._clock.now()
-        return self._epoch() - now_s
 
     def _keep(self, span: Span) -> None:
         kept = self._traces.get(span.trace_id)

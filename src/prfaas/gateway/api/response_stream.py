@@ -60,7 +60,9 @@ def with_cached_tokens(body: bytes, tokens: int) -> bytes:
 
 class ResponseStream:
     """One response in progress. `cached_tokens` is called when the usage has arrived, and gives the
-    prompt tokens that a hand-off's prefill has not computed; None: there was no hand-off."""
+    prompt tokens that a hand-off's prefill has not computed; None: there was no hand-off.
+    `first_event`: called when the first event of a stream is about to be written, so that no client
+    can have it earlier."""
 
     def __init__(
         self,
@@ -69,11 +71,13 @@ class ResponseStream:
         shows_usage: bool,
         stall_s: float,
         cached_tokens: Callable[[], int | None] = lambda: None,
+        first_event: Callable[[], None] = lambda: None,
     ) -> None:
         self._request = request
         self._shows_usage = shows_usage
         self._stall_s = stall_s
         self._cached_tokens = cached_tokens
+        self._first_event = first_event
         self.usage: Usage | None = None
         self.cut_short: CutShort | None = None
         # The client may have the whole response. Many clients close their connection at [DONE],
@@ -87,11 +91,15 @@ class ResponseStream:
         response = _Stream(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         response.content_type = "text/event-stream"
         await response.prepare(self._request)
+        begun = False
         try:
             try:
                 async for batch in upstream.events():
                     # One write per batch: writes are the main cost of a stream.
                     shown = b"".join([self._shown(event) for event in batch])
+                    if shown and not begun:
+                        begun = True
+                        self._first_event()
                     if batch[-1].startswith(_DONE):
                         await self._write(response.write_eof(shown))
                         self.delivered = True

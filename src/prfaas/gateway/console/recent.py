@@ -25,6 +25,7 @@ from prfaas.gateway.following.kept_requests import (
     RequestHistory,
 )
 from prfaas.scheduler.explain import Explanation
+from prfaas.tracing.epoch import EpochOffset
 
 KEPT = LATEST
 EXPLAINED_PER_S = 10
@@ -70,7 +71,7 @@ class RecentRequests:
         self.watched = False  # a console is open
         self._clock = clock
         self._history = history
-        self._epoch = epoch
+        self._to_epoch = EpochOffset(clock, epoch)
         # Requests in progress, by the record's identity, that were shown and whose time to first
         # token is counted.
         self._shown: set[int] = set()
@@ -145,8 +146,8 @@ class RecentRequests:
     # ----------------------------------------------------------------------------------------------
 
     def _scenes(self, kept: Sequence[KeptRequest]) -> list[RequestScene]:
-        epoch_s = self._epoch() - self._clock.now()
-        return [request_scene(each, epoch_s) for each in kept]
+        to_epoch_s = self._to_epoch.seconds()
+        return [request_scene(each, to_epoch_s) for each in kept]
 
     def _count_first_tokens(self, record: RequestRecord) -> None:
         if not record.stream:

@@ -12,6 +12,7 @@ from prfaas.gateway.api.metrics import RequestRecord
 from prfaas.gateway.api.request_log import RequestObserver
 from prfaas.gateway.following.kept_requests import KeptRequest
 from prfaas.gateway.following.request_spans import request_spans
+from prfaas.tracing.epoch import EpochOffset
 from prfaas.tracing.recorder import SpanExporter
 
 _LOG = logging.getLogger(__name__)
@@ -29,8 +30,7 @@ class RequestExport:
     ) -> None:
         self._exporter = exporter
         self._model = model
-        self._clock = clock
-        self._epoch = epoch
+        self._to_epoch = EpochOffset(clock, epoch)
         self._failed = False  # once: it is logged
 
     def begin(self, record: RequestRecord) -> None:
@@ -41,8 +41,7 @@ class RequestExport:
             return
         try:
             kept = KeptRequest(record, outcome, error_text, now_s)
-            to_epoch_s = self._epoch() - self._clock.now()
-            for span in request_spans(kept, self._model, to_epoch_s):
+            for span in request_spans(kept, self._model, self._to_epoch.seconds()):
                 self._exporter.export(span)
         except Exception:  # a defect here must not fail a request that was served
             if not self._failed:

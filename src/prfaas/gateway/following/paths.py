@@ -17,6 +17,7 @@ from prfaas.gateway.following.request_spans import request_spans
 from prfaas.gateway.following.summaries import summary_of
 from prfaas.gateway.request import Backend
 from prfaas.tracing.diagnosis import find_causes
+from prfaas.tracing.epoch import EpochOffset
 from prfaas.tracing.summary import RequestSummary
 
 MOST_LOOKUPS = 8  # at once: each asks several nodes and kvds
@@ -34,8 +35,7 @@ class FollowingPaths:
         self._history = history
         self._backend = backend
         self._model = model
-        self._clock = clock
-        self._epoch = epoch
+        self._to_epoch = EpochOffset(clock, epoch)
         self._lookups = 0
 
     def add_to(self, app: web.Application) -> None:
@@ -43,7 +43,7 @@ class FollowingPaths:
         app.router.add_get(f"{REQUESTS_PATH}/{{id}}", self._one)
 
     async def _list(self, request: web.Request) -> web.Response:
-        to_epoch_s = self._to_epoch_s()
+        to_epoch_s = self._to_epoch.seconds()
 
         def lines(kept: list[KeptRequest]) -> tuple[RequestSummary, ...]:
             return tuple(summary_of(each, to_epoch_s) for each in kept)
@@ -76,7 +76,7 @@ class FollowingPaths:
         trace_id = kept.record.trace.context.trace_id
         collected = await self._backend.collect_spans(trace_id, nodes_of(kept))
         # After the collection: a request in progress has come further meanwhile.
-        to_epoch_s = self._to_epoch_s()
+        to_epoch_s = self._to_epoch.seconds()
         summary = summary_of(kept, to_epoch_s)
         spans = join_spans(request_spans(kept, self._model, to_epoch_s), collected.spans)
         found = kept.explanation
@@ -88,9 +88,6 @@ class FollowingPaths:
             missing=tuple(collected.missing),
             explanation=explanation,
         )
-
-    def _to_epoch_s(self) -> float:
-        return self._epoch() - self._clock.now()
 
 
 def nodes_of(kept: KeptRequest) -> list[str]:
