@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 from prfaas.tracing.context import TraceContext, new_trace
-from prfaas.tracing.recorder import MOST_TRACES, SpanRecorder
+from prfaas.tracing.recorder import MOST_BYTES, MOST_TRACES, SpanRecorder
 from prfaas.tracing.spans import MOST_SPANS, MOST_TEXT, Span
 
 
@@ -70,3 +72,21 @@ def test_traces_and_their_spans_are_bounded() -> None:
         recorder.record("kvd grant", other, 99.0)
     assert recorder.spans_of(first.trace_id) == []
     assert all(recorder.spans_of(other.trace_id) for other in others)
+
+
+def test_what_is_kept_has_a_most_in_bytes() -> None:
+    """Objects of Python would take several times as much as their content."""
+    recorder, _ = make()
+    traces = [TraceContext(f"{number:032x}", "1" * 16, False) for number in range(MOST_TRACES)]
+    tracemalloc.start()
+    for trace in traces:
+        for _ in range(MOST_SPANS):
+            recorder.record("kvd grant", trace, 99.0, error="x" * MOST_TEXT)
+    taken = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert taken < 2 * MOST_BYTES
+    kept = [trace for trace in traces if recorder.spans_of(trace.trace_id)]
+    assert 1 < len(kept) < MOST_TRACES and kept == traces[-len(kept) :]
+    for trace in kept:
+        recorder.record("kvd grant", trace, 99.0)
+    assert len(recorder.spans_of(traces[-1].trace_id)) == MOST_SPANS

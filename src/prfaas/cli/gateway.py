@@ -22,8 +22,8 @@ from prfaas.config import Deployment, load_deployment
 from prfaas.contracts.readiness import GatewayReady, readiness_line
 from prfaas.errors import InputError
 from prfaas.gateway.process import run_gateway
-from prfaas.launch.allocator import BODY_BYTES, limit_heap_growth
 from prfaas.security.reload import defer_hangup
+from prfaas.service.allocator import BODY_BYTES, limit_heap_growth
 from prfaas.service.logging import LogFormat, configure_logging
 from prfaas.studies.network_plans import deployment_problem
 from prfaas.types import ClusterId

@@ -23,8 +23,8 @@ from prfaas.contracts.readiness import KvdReady, readiness_line
 from prfaas.errors import InputError
 from prfaas.kvd.process import KvdOptions, RunningKvd, serve_kvd
 from prfaas.kvd.store import StoreOptions
-from prfaas.launch.allocator import limit_heap_growth
 from prfaas.security.tls import load_identity
+from prfaas.service.allocator import limit_heap_growth
 from prfaas.service.logging import LogFormat, configure_logging
 
 _DEFAULTS = KvdSection()

@@ -30,7 +30,6 @@ from prfaas.engine.emulated.pace import Scales
 from prfaas.engine.start_phases import freeze_objects, start_phase
 from prfaas.engine.warm_up import WHERE, warm_up
 from prfaas.errors import EngineError, InputError
-from prfaas.launch.allocator import limit_heap_growth
 from prfaas.launch.attached_process import starting_kvd
 from prfaas.launch.engine_choice import (
     ChosenEngine,
@@ -44,6 +43,7 @@ from prfaas.node.process import KvdAddress, NodeCredentials, NodeSettings, run_n
 from prfaas.security.exposure import Protection, is_loopback, refuse_exposure
 from prfaas.security.reload import defer_hangup
 from prfaas.security.tls import load_identity
+from prfaas.service.allocator import limit_heap_growth
 from prfaas.service.logging import LogFormat, configure_logging
 from prfaas.text import load_tokenizer
 from prfaas.tracing.otlp import check_endpoint

@@ -14,7 +14,7 @@ import msgspec
 from prfaas.config.address import parse_address
 from prfaas.contracts.readiness import RelayedAddress, RelayReady, readiness_line
 from prfaas.errors import InputError
-from prfaas.launch.allocator import limit_heap_growth
+from prfaas.service.allocator import limit_heap_growth
 from prfaas.wan.path import Conditions, Recurring
 from prfaas.wan.relay import Relay, describe
 

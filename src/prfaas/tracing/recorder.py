@@ -1,16 +1,18 @@
 """The spans of one process: the latest ones are kept for whoever asks, and those of sampled traces
 go to the exporter.
 
-Everything is bounded: `MOST_TRACES` traces with `MOST_SPANS` spans each; the oldest ones go first.
-Use it on one thread, or on one event loop.
+Everything is bounded: `MOST_TRACES` traces with `MOST_SPANS` spans each, and `MOST_BYTES` of all;
+the oldest ones go first. Use it on one thread, or on one event loop.
 """
 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Protocol
+
+import msgspec
 
 from prfaas.clock import Clock
 from prfaas.tracing.context import TraceContext, new_span_id
@@ -18,6 +20,9 @@ from prfaas.tracing.epoch import EpochOffset
 from prfaas.tracing.spans import MOST_SPANS, Kind, Service, Span, Value, shown
 
 MOST_TRACES = 1_024
+MOST_BYTES = 1 << 20  # of the encoded spans
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(Span)
 _NO_ATTRIBUTES: Mapping[str, Value] = {}
 
 
@@ -40,7 +45,10 @@ class SpanRecorder:
         self._node = node
         self._clock = clock
         self._to_epoch = EpochOffset(clock, epoch)
-        self._traces: OrderedDict[str, deque[Span]] = OrderedDict()
+        # Encoded: a span is one small block then, not twenty that outlive the request and leave
+        # holes in the heap all over what the request has used.
+        self._traces: OrderedDict[str, list[bytes]] = OrderedDict()
+        self._nbytes = 0
 
     def now(self) -> float:
         """On the process's clock, for the start of a span."""
@@ -81,16 +89,17 @@ class SpanRecorder:
         return span
 
     def spans_of(self, trace_id: str) -> list[Span]:
-        return list(self._traces.get(trace_id, ()))
+        return [_DECODER.decode(span) for span in self._traces.get(trace_id, ())]
 
     def _keep(self, span: Span) -> None:
-        kept = self._traces.get(span.trace_id)
-        if kept is None:
-            if len(self._traces) >= MOST_TRACES:
-                self._traces.popitem(last=False)
-            kept = self._traces[span.trace_id] = deque(maxlen=MOST_SPANS)
-        # A client may have one trace for hundreds of requests: operators ask for the latest ones.
-        kept.append(span)
+        kept = self._traces.setdefault(span.trace_id, [])
+        kept.append(_ENCODER.encode(span))
+        self._nbytes += len(kept[-1])
+        if len(kept) > MOST_SPANS:
+            # A client may have one trace for hundreds of requests: operators ask for the latest.
+            self._nbytes -= len(kept.pop(0))
+        while len(self._traces) > MOST_TRACES or self._nbytes > MOST_BYTES:
+            self._nbytes -= sum(map(len, self._traces.popitem(last=False)[1]))
 
 
 def _bounded(value: Value) -> Value:

@@ -598,6 +598,7 @@ class _SenderConnection:
             self._send(channel, proof)
         elif not self._transfers.busy:
             return
+        del proof  # it would keep its transfer for as long as the connection
         while not self._link.closing.is_set():
             now = clock.now()
             self.idle = True  # before `take`: work that arrives after `take` then wakes this thread

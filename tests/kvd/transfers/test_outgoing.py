@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 
@@ -114,6 +117,30 @@ async def test_segments_are_sent_when_they_are_ready(parts: Parts, receiver: Rec
     assert status is not None and (status.state, status.nbytes) == ("sent", SPEC.kv_bytes(TOKENS))
     assert all(receiver.received(Segment.parse(name)) for name in receiver.owner.memory)
     assert parts.in_use() == (0, 0) and parts.outgoing.counts() == {"writing": 0, "sending": 0}
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+async def test_nothing_of_a_transfer_waits_for_the_garbage_collector(
+    parts: Parts, receiver: Receiver, aborted: bool
+) -> None:
+    """A manifest has thousands of segments: a kvd would be as large as all transfers between two
+    runs of the collector."""
+    gc.disable()
+    try:
+        ended: Future[TransferEnded] = Future()
+        notify = partial(ended.set_result)  # lives as long as the lease
+        lease = weakref.ref(notify)
+        ticket = begin(parts, receiver.grant(), notify)
+        del notify
+        if aborted:
+            parts.outgoing.abort(ticket.lease_id, "the engine gave up")
+        else:
+            fill(parts.write_lease(ticket), PROMPT)
+            parts.outgoing.commit(ticket.lease_id)
+        await until(ended.done)
+        await until(lambda: lease() is None)
+    finally:
+        gc.enable()
 
 
 async def test_a_prefix_of_the_pool_is_sent_before_the_engine_writes(

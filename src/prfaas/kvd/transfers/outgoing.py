@@ -100,8 +100,8 @@ class _OutgoingLease:
     began_s: float
     pushed: tuple[BlockHash, ...] = ()  # the prefix, when another kvd pulls it
     nbytes: int = 0  # of the transfer
-    transfer: Transfer | None = None  # from when the link may read the pages
-    sender: SegmentSender | None = None
+    transfer: Transfer | None = None  # while the link may read the pages
+    sender: SegmentSender | None = None  # of that transfer
     coverage: Coverage = field(init=False)
 
 
@@ -376,6 +376,9 @@ class OutgoingTransfers:
         assert outgoing.grant is not None
         transfer_id, nbytes = outgoing.grant.transfer_id, outgoing.nbytes
         outgoing.state.end_send(reason)
+        # The transfer's future keeps its callback, which keeps the lease: with this cycle, the
+        # manifest and the segments of each transfer would wait for the garbage collector.
+        outgoing.transfer = outgoing.sender = None
         state = "failed" if reason else "sent"
         key = transfer_key(transfer_id)
         self._sending.pop(key, None)

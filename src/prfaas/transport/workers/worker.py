@@ -24,6 +24,7 @@ import msgspec
 from prfaas.clock import MonotonicClock
 from prfaas.errors import PrfaasError, WireError
 from prfaas.security.tls import client_context, server_context
+from prfaas.service.allocator import limit_heap_growth
 from prfaas.service.descriptors import raise_descriptor_limit
 from prfaas.service.logging import LogFormat, as_format, configure_logging
 from prfaas.transport.workers.connection import serve_connection
@@ -162,6 +163,7 @@ def main(descriptor: int, log_format: LogFormat) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file would have KV and keys in it
     configure_logging("warning", log_format)
     raise_descriptor_limit()
+    limit_heap_growth()
     with socket.socket(fileno=descriptor) as connection:
         try:
             Worker().run(connection)
