@@ -1,99 +1,152 @@
 from __future__ import annotations
 
-from prfaas.faults.growth import OWN_BYTES, SETTLED_S, WARM_S, Growth, Sample, growing_processes
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prfaas.faults.growth import (
+    LEAST_BLOCKS,
+    MATERIAL_BYTES_PER_HOUR,
+    SETTLED_S,
+    WARM_S,
+    Growth,
+    Sample,
+    Slope,
+    slope_of,
+)
 from prfaas.faults.resource_usage import ResourceUsage
 
-STEPS = 40
+Series = npt.NDArray[np.floating[Any]]
+MB = 1e6
+EVERY_S = 5.0
+SOAK = np.arange(0.0, 1800.0, EVERY_S)
+LEAK = 5 * MB / (18 * 60)  # bytes per second, of a transport worker of 35 MB
 
 
-def samples(own: list[int], pids: list[int]) -> list[Sample]:
-    return [
-        Sample(10.0 * n, {"p": ResourceUsage(pid, 5, size)})
-        for n, (size, pid) in enumerate(zip(own, pids, strict=True))
-    ]
+def growth(nbytes: Series, at_s: Series = SOAK, pids: npt.ArrayLike = 1) -> Growth:
+    pid_of = np.broadcast_to(pids, at_s.shape)
+    return Growth.of(
+        [
+            Sample(at, {"p": ResourceUsage(int(pid), 5, round(size))})
+            for at, pid, size in zip(at_s, pid_of, nbytes, strict=True)
+        ]
+    )["p"]
 
 
-def life(own: list[int]) -> Growth:
-    return Growth.of(samples(own, [1] * STEPS))["p"]
+def noise(seed: int, *, alike_s: float, of: Series = SOAK) -> Series:
+    """Of a standard deviation of 1, and alike for about so many seconds."""
+    draw = np.random.default_rng(seed)
+    keeps = np.exp(-EVERY_S / alike_s)
+    values = [draw.normal()]
+    for step in draw.normal(size=len(of) - 1):
+        values.append(keeps * values[-1] + (1 - keeps**2) ** 0.5 * step)
+    return np.array(values)
 
 
-def test_a_process_that_reaches_its_size_is_flat() -> None:
-    warming = [min(n, 10) << 24 for n in range(STEPS)]
-    assert life(warming).flat
-    assert life([(100 << 20) + (n % 3 << 20) for n in range(STEPS)]).flat
+def saw_tooth(period_s: float, phase: float) -> Series:
+    return (SOAK / period_s + phase) % 1.0
 
 
-def test_a_leak_is_not() -> None:
-    assert not life([n * OWN_BYTES // 8 for n in range(STEPS)]).flat
-    five_a_minute = [(84 << 20) + n * (5 << 20) // 6 for n in range(STEPS)]
-    assert not life(five_a_minute).flat
+def test_a_line_has_its_slope_and_no_error() -> None:
+    found = growth(35 * MB + LEAK * SOAK)
+    assert found.slope is not None and found.judged and found.grows
+    assert found.slope.bytes_per_hour == pytest.approx(3600 * LEAK, rel=1e-3)
+    assert found.slope.error < 1_000
+    assert found.seconds == pytest.approx(1200.0, abs=2 * EVERY_S), "after the first third"
+    assert not growth(35 * MB - LEAK * SOAK).grows
+    assert not growth(np.full(len(SOAK), 35 * MB)).grows
 
 
-def test_the_longest_life_counts_and_a_short_one_says_nothing() -> None:
-    pids = [1] * 30 + [2] * 10
-    found = Growth.of(samples([n << 28 for n in range(STEPS)], pids))["p"]
-    assert found.seconds >= SETTLED_S and found.own_bytes[1] < 30 << 28
-    assert found.judged and not found.flat
-    few = Growth.of(samples([0, 1 << 30], [1, 1]))["p"]
-    assert not few.judged and few.flat
+@given(
+    st.floats(20.0, 300.0),
+    st.floats(0.0, 1.0),
+    st.floats(0.0, 3.0),
+    st.integers(0, 1 << 32),
+)
+def test_a_leak_is_found_below_saw_teeth_and_noise(
+    period_s: float, phase: float, height: float, seed: int
+) -> None:
+    teeth = height * MB * saw_tooth(period_s, phase)
+    rough = 0.2 * MB * noise(seed, alike_s=20.0)
+    assert growth(35 * MB + LEAK * SOAK + teeth + rough).grows
+
+
+@given(st.floats(1.0, 1.5), st.floats(0.0, 1.0))
+def test_a_leak_is_found_that_takes_steps(step: float, phase: float) -> None:
+    """As a heap grows: by a piece whenever the last one is used up."""
+    steps = np.floor(LEAK * SOAK / (step * MB) + phase)
+    assert growth(35 * MB + step * MB * steps).grows
+
+
+@given(st.floats(10.0, 600.0), st.floats(0.0, 1.0), st.floats(0.1, 20.0))
+def test_a_saw_tooth_does_not_grow(period_s: float, phase: float, height: float) -> None:
+    assert not growth(35 * MB + height * MB * saw_tooth(period_s, phase)).grows
+
+
+@given(st.floats(0.0, 1800.0), st.floats(0.1, 20.0))
+def test_a_single_step_does_not_grow(at_s: float, height: float) -> None:
+    """A request that was larger than all before has made room for the next one."""
+    assert not growth(35 * MB + height * MB * (at_s < SOAK)).grows
+
+
+@pytest.mark.parametrize(("alike_s", "most"), [(1.0, 0.01), (20.0, 0.01), (60.0, 0.02)])
+def test_noise_seldom_grows(alike_s: float, most: float) -> None:
+    """However alike neighbours are. The usual error of a slope would accuse one process in five."""
+    seen = [growth(35 * MB + 2 * MB * noise(seed, alike_s=alike_s)).grows for seed in range(400)]
+    assert np.mean(seen) <= most
+
+
+@given(
+    st.integers(0, 1 << 32),
+    st.floats(0.0, 100.0),
+    st.floats(-10.0, 10.0),
+    st.floats(0.1, 10.0),
+)
+def test_the_slope_is_linear(seed: int, size: float, leak: float, scale: float) -> None:
+    """A leak changes the slope by itself, whatever lies above it, and never the error."""
+    base = 1e6 * noise(seed, alike_s=30.0)
+    plain = slope_of(SOAK, base)
+    changed = slope_of(SOAK, scale * base + size * MB + leak * 1e3 * SOAK)
+    assert plain is not None and changed is not None
+    expected = scale * plain.bytes_per_hour + 3.6e6 * leak
+    assert changed.bytes_per_hour == pytest.approx(expected, abs=50.0)
+    assert changed.error == pytest.approx(scale * plain.error, abs=50.0)
+
+
+def test_what_is_slow_or_uncertain_is_not_accused() -> None:
+    found = growth(35 * MB + LEAK * SOAK)
+    slow = 0.9 * MATERIAL_BYTES_PER_HOUR
+    for slope, grows in (
+        (Slope(slow, 0.0), False),
+        (Slope(2 * slow, 0.0), True),
+        (Slope(2 * slow, 0.5 * slow), True),
+        (Slope(2 * slow, slow), False),
+        (None, False),
+    ):
+        assert replace(found, slope=slope).grows is grows
+    assert not replace(found, judged=False).grows
 
 
 def test_stores_that_fill_in_the_beginning_do_not_count() -> None:
-    """Of a short life not its first third only."""
-    steps = int(WARM_S + SETTLED_S) // 10 + 2
-    filling = [min(10 * n, int(WARM_S)) << 20 for n in range(steps)]
-    found = Growth.of(samples(filling, [1] * steps))["p"]
-    assert found.judged and found.flat
+    filling = np.minimum(SOAK, WARM_S)
+    assert not growth(filling / WARM_S * 50 * MB).grows
+    ends = SOAK[SOAK < WARM_S + SETTLED_S + EVERY_S]
+    found = growth(np.minimum(ends, WARM_S) / WARM_S * 50 * MB, ends)
+    assert found.judged and not found.grows
 
 
-STEADY_SIZE, GROWING = (64 << 20, 64 << 20), (50 << 20, 60 << 20)
-
-
-def test_a_process_may_become_as_large_as_another_one_of_its_cluster_that_stays() -> None:
-    for steady_s in (300.0, 1200.0, 1500.0):
-        steady, growing = Growth(steady_s, STEADY_SIZE), Growth(1200.0, GROWING)
-        assert growing_processes({"kvd-east-0": steady, "kvd-east-1": growing}) == []
-        assert growing_processes({"worker-east-0-0": steady, "worker-east-1-0": growing}) == []
-        assert growing_processes({"east-0": steady, "kvd-east-1": growing}) == ["kvd-east-1"]
-    old, young = Growth(1200.0, STEADY_SIZE), Growth(300.0, GROWING)
-    assert growing_processes({"kvd-a-1": young}) == ["kvd-a-1"]
-    larger = Growth(300.0, (50 << 20, 70 << 20))
-    assert growing_processes({"kvd-a-0": old, "kvd-a-1": larger}) == ["kvd-a-1"]
-    both = {"kvd-a-0": Growth(1200.0, (50 << 20, 80 << 20)), "kvd-a-1": young}
-    assert growing_processes(both) == ["kvd-a-0", "kvd-a-1"]
-
-
-def test_of_other_clusters_only_an_older_process_shows_what_size_is_usual() -> None:
-    """A gateway that follows may be larger than the one that plans, and a kvd whose node decodes
-    larger than one whose node prefills: a leak below that size must not be excused for ever."""
-    growing = Growth(900.0, GROWING)
-    for names in (("gateway-east", "gateway-west"), ("kvd-north-0", "kvd-east-0")):
-        steady, leaks = names
-        assert growing_processes({steady: Growth(1200.0, STEADY_SIZE), leaks: growing}) == []
-        for seconds in (300.0, 900.0):
-            found = growing_processes({steady: Growth(seconds, STEADY_SIZE), leaks: growing})
-            assert found == [leaks]
-
-
-def test_a_size_at_which_no_process_was_seen_to_stay_excuses_nothing() -> None:
-    growing = Growth(600.0, (50 << 20, 60 << 20))
-    short = Growth(SETTLED_S - 1, (80 << 20, 80 << 20))
-    assert not short.judged
-    assert growing_processes({"kvd-a-0": short, "kvd-a-1": growing}) == ["kvd-a-1"]
-
-
-def test_a_leak_in_all_processes_of_a_kind_is_found_whatever_their_ages() -> None:
-    """The one that has run longest is the largest, and is not steady. One that was restarted late
-    may look steady, at a smaller size."""
-
-    def leaking(run_s: float) -> Growth:
-        run = [
-            Sample(at_s, {"p": ResourceUsage(1, 5, (50 << 20) + int(at_s * (1 << 20) / 30))})
-            for at_s in range(0, int(run_s) + 1, 5)
-        ]
-        return Growth.of(run)["p"]
-
-    late, middle, first = leaking(200.0), leaking(500.0), leaking(900.0)
-    assert late.judged and late.flat
-    found = growing_processes({"kvd-a-0": late, "kvd-a-1": middle, "kvd-a-2": first})
-    assert "kvd-a-2" in found
+def test_the_longest_run_counts_and_a_short_one_is_not_judged() -> None:
+    restarted_s = 1200.0
+    pids = np.where(restarted_s > SOAK, 1, 2)
+    found = growth(np.where(pids == 1, LEAK * SOAK, 50 * MB), SOAK, pids)
+    assert found.judged and found.grows, "the run before the restart"
+    early = growth(LEAK * SOAK, SOAK, np.where(600.0 > SOAK, 1, np.where(1300.0 > SOAK, 2, 3)))
+    assert not early.judged and not early.grows
+    assert early.slope is not None, "it is shown all the same"
+    few = SOAK[: LEAST_BLOCKS - 1]
+    assert growth(LEAK * few, few).slope is None

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from prfaas.faults.actors.situation import ACTORS, ActorsReport, DeedCounts
-from prfaas.faults.growth import Growth
+from prfaas.faults.growth import Growth, Slope
 from prfaas.faults.soak import CLUSTER_FAULT_S, Soak, SoakOptions, SoakReport, Ttft
 from tests.benches import bench
 from tests.complaints import check_output
 from tests.faults.conftest import FaultSetup
 
-FLAT = Growth(600.0, (100 << 20, 101 << 20))
+FLAT = Growth(600.0, 100 << 20, Slope(2e5, 1e5), judged=True)
 WELL = SoakReport(
     600.0,
     requests=10,

@@ -181,6 +181,8 @@ def soak(
     if out is not None:
         out.write_bytes(msgspec.json.format(msgspec.json.encode(shown)) + b"\n")
     print_json(shown)
+    for name, growth in report.growth.items():
+        say(f"memory of {name}: {growth}")
     if not report.ok:
         say(f"the logs are in {folder}")
         sys.exit(1)

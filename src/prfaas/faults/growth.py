@@ -1,31 +1,38 @@
-"""Decides from samples of memory whether a process grows without limit. Pure.
+"""Decides from samples of memory whether a process grows. Pure.
 
-A process needs some time to reach its size, because caches and stores fill. So the first third of
-its run time, and at least `WARM_S`, does not count. In the rest, the second half may not be larger
-than the first, unless a comparable process is steady at a size that this process has not exceeded.
-Comparable are processes of the same kind: those of the same cluster, whatever their age, and those
-of other clusters that have run longer. Processes of one kind have different work: a gateway plans
-or follows, a kvd belongs to a node that prefills or decodes. So a leak of one of them is found only
-once it exceeds the steady ones that it is compared with. A leak in all processes of a kind is found
-earlier: the one that has run longest exceeds all that are still steady.
+Of every process the longest run between two restarts counts, and of that run what comes after its
+first third and after `WARM_S`, because caches and stores fill. Through this rest goes a line of
+least squares; a process grows when the line's slope is beyond its error and material.
 
-    start ── does not count ── max(WARM_S, 1/3) ── median ── middle ── median ── end
+    start ── does not count ── max(WARM_S, 1/3) ── slope ± error ── end
+
+Each sample resembles the one before it, so that the usual error of a slope would be far too small.
+Here the line goes through the means of `BLOCKS` parts, and the error is as large as the remaining
+likeness of neighbours demands. A saw-tooth and a single step have a large error, a leak has a small
+one.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from prfaas.faults.resource_usage import ResourceUsage
 
-WARM, WARM_S = 1 / 3, 120.0  # bounded stores are full by then, at the rate of a soak
-SETTLED_S = 45.0  # a shorter rest is not judged
-# A process has grown when it exceeds both. Medians of a steady process differ by 2 MiB.
-OWN_SHARE, OWN_BYTES = 0.03, 4 << 20
+WARM, WARM_S = 1 / 3, 600.0  # a kvd that was started again needs ten minutes to fill its stores
+SETTLED_S = 300.0  # a shorter rest is not judged
+BLOCKS = 20
+LEAST_BLOCKS = 8  # for an error that says anything
+# One process without growth in a few hundred is beyond this, by chance.
+ERRORS = 3.0
+# Of a process that runs for a month, this makes 0.7 GiB: it ends one whose limit is a GiB. What is
+# slower does not end a process before its next upgrade.
+MATERIAL_BYTES_PER_HOUR = 1 << 20
+_MOST_LIKENESS = 0.9  # nothing is known about the slope of a series whose neighbours are more alike
 
 
 class Sample(NamedTuple):
@@ -34,84 +41,84 @@ class Sample(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Slope:
+    bytes_per_hour: float
+    error: float  # its standard error
+
+    def __str__(self) -> str:
+        return f"{self.bytes_per_hour / 1e6:+.2f} ± {self.error / 1e6:.2f} MB/h"
+
+
+@dataclass(frozen=True, slots=True)
 class Growth:
     """Memory of one process between two restarts, in its longest run."""
 
-    seconds: float  # compared
-    own_bytes: tuple[int, int]  # medians of the first and the second half
+    seconds: float  # that count
+    mean_bytes: int
+    slope: Slope | None  # None: too few samples
+    judged: bool  # the run was long enough
 
     @property
-    def judged(self) -> bool:
-        """Whether the run was long enough to be judged."""
-        return self.seconds >= SETTLED_S
+    def grows(self) -> bool:
+        if not self.judged or self.slope is None:
+            return False
+        least = max(ERRORS * self.slope.error, MATERIAL_BYTES_PER_HOUR)
+        return self.slope.bytes_per_hour > least
 
-    @property
-    def flat(self) -> bool:
-        if not self.judged:
-            return True
-        first, last = self.own_bytes
-        return last - first <= max(OWN_BYTES, OWN_SHARE * first)
+    def __str__(self) -> str:
+        verdict = "grows" if self.grows else "" if self.judged else "too short to be judged"
+        slope = self.slope or "too few samples"
+        return (
+            f"{self.mean_bytes / 1e6:.1f} MB, {slope} in {self.seconds:.0f} s  {verdict}".rstrip()
+        )
 
     @staticmethod
     def of(samples: Sequence[Sample]) -> dict[str, Growth]:
         """Growth by the name of the process."""
-        runs: dict[tuple[str, int], list[tuple[float, ResourceUsage]]] = {}
+        runs: dict[tuple[str, int], list[tuple[float, int]]] = {}
         for sample in samples:
             for name, one in sample.held.items():
-                runs.setdefault((name, one.pid), []).append((sample.at_s, one))
-        longest: dict[str, Growth] = {}
+                runs.setdefault((name, one.pid), []).append((sample.at_s, one.own_bytes))
+        longest: dict[str, list[tuple[float, int]]] = {}
         for (name, _), run in runs.items():
-            growth = _growth(run)
-            if name not in longest or growth.seconds > longest[name].seconds:
-                longest[name] = growth
-        return longest
+            if name not in longest or _seconds(run) > _seconds(longest[name]):
+                longest[name] = run
+        return {name: _growth(run) for name, run in longest.items()}
 
 
-def growing_processes(growth: Mapping[str, Growth]) -> list[str]:
-    """Processes that have grown and may grow further."""
-
-    def is_comparable(its: str, other: Growth, name: str) -> bool:
-        if _kind(its) != _kind(name):
-            return False
-        return _cluster(its) == _cluster(name) or other.seconds > growth[name].seconds
-
-    def may_reach(name: str) -> int:
-        steady = [
-            other.own_bytes[1]
-            for its, other in growth.items()
-            if is_comparable(its, other, name) and other.judged and other.flat
-        ]
-        return max(steady, default=0)
-
-    return [
-        name for name, one in growth.items() if not one.flat and one.own_bytes[1] > may_reach(name)
-    ]
-
-
-def _kind(name: str) -> str:
-    """Names of kvds, their workers, gateways and relays begin with their kind; an engine has its
-    node's name."""
-    first = name.partition("-")[0]
-    return first if first in ("kvd", "worker", "gateway", "wan") else "node"
-
-
-def _cluster(name: str) -> str:
-    """The name without its numbers, for processes of one kind: kvd-east-0 and kvd-east-1 belong to
-    one cluster, and so do worker-east-0-0 and worker-east-1-0."""
-    return re.sub(r"(-\d+)+$", "", name)
-
-
-def _growth(run: Sequence[tuple[float, ResourceUsage]]) -> Growth:
-    start_s, end_s = run[0][0], run[-1][0]
-    from_s = start_s + max(WARM_S, WARM * (end_s - start_s))
-    counted = [one for one in run if one[0] >= from_s] or run[-1:]
-    half = max(1, len(counted) // 2)
-    first, last = ([one for _, one in part] for part in (counted[:half], counted[-half:]))
-    return Growth(
-        round(counted[-1][0] - counted[0][0], 1),
-        (_median(one.own_bytes for one in first), _median(one.own_bytes for one in last)),
+def slope_of(at_s: npt.ArrayLike, nbytes: npt.ArrayLike) -> Slope | None:
+    """The slope of a series, with an error that is honest about neighbours that are alike."""
+    times, values = np.asarray(at_s, dtype=float), np.asarray(nbytes, dtype=float)
+    count = min(BLOCKS, len(times))
+    if count < LEAST_BLOCKS:
+        return None
+    x, y = (
+        np.array([block.mean() for block in np.array_split(series, count)])
+        for series in (times, values)
     )
+    x, y = x - x.mean(), y - y.mean()
+    spread = x @ x
+    slope = (x @ y) / spread
+    rest = y - slope * x
+    squares = rest @ rest
+    likeness = (rest[1:] @ rest[:-1]) / squares if squares else 0.0
+    # The line has followed the series, so that the rest looks less alike than it is (Kendall).
+    likeness = (likeness + 2 / count) / (1 - 4 / count)
+    likeness = min(max(likeness, 0.0), _MOST_LIKENESS)
+    variance = squares / (count - 2) / spread * (1 + likeness) / (1 - likeness)
+    return Slope(round(3600 * slope), round(3600 * variance**0.5))
 
 
-def _median(values: Iterable[int]) -> int:
-    return round(median(values))
+def _growth(run: Sequence[tuple[float, int]]) -> Growth:
+    start_s, end_s = run[0][0], run[-1][0]
+    third_s = start_s + WARM * (end_s - start_s)
+    from_s = max(third_s, start_s + WARM_S)
+    judged = end_s - from_s >= SETTLED_S
+    counted = [one for one in run if one[0] >= (from_s if judged else third_s)]
+    times, sizes = zip(*counted, strict=True)
+    slope = slope_of(times, sizes)
+    return Growth(round(_seconds(counted), 1), round(sum(sizes) / len(sizes)), slope, judged)
+
+
+def _seconds(run: Sequence[tuple[float, int]]) -> float:
+    return run[-1][0] - run[0][0]

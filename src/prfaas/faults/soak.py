@@ -32,7 +32,7 @@ from prfaas.faults.clusters.catalogue import choose_faults, draw_from, is_cluste
 from prfaas.faults.credentials import ORDINARY_TENANTS
 from prfaas.faults.deployment import FaultDeployment
 from prfaas.faults.episode import Lengths
-from prfaas.faults.growth import Growth, Sample, growing_processes
+from prfaas.faults.growth import Growth, Sample
 from prfaas.faults.questions import Question, Verdict, learn_answer, prompt
 from prfaas.faults.resource_usage import ResourceUsage, measure_usage, wait_until_idle
 from prfaas.faults.worker_processes import name_workers, send_signal
@@ -127,7 +127,7 @@ class SoakReport:
     faults: dict[str, int]
     skipped: dict[str, int]  # no process was in the right state in time
     growth: dict[str, Growth]  # of the longest run of each process
-    grown: list[str]  # processes that may grow further
+    grown: list[str]  # processes that grow
     short_lived: list[str]  # processes that never ran long enough to be judged
     sockets: dict[str, tuple[int, int]]  # of each process at rest, before and after the traffic
     checked: list[str]  # kvds whose pools are consistent and hold no lease
@@ -252,7 +252,7 @@ class Soak:
             dict(counts.struck),
             dict(counts.skipped),
             growth,
-            growing_processes(growth),
+            [name for name, one in growth.items() if one.grows],
             [name for name, one in growth.items() if not one.judged],
             sockets,
             checked,
