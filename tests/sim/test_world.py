@@ -23,6 +23,7 @@ from prfaas.sim.arrivals import Arrivals, poisson, replay
 from prfaas.sim.config import (
     CacheConfig,
     ClusterFault,
+    DrainFault,
     NodeFault,
     RateChange,
     SimConfig,
@@ -220,6 +221,35 @@ def test_a_run_does_not_wait_for_requests_that_can_never_end() -> None:
     faults = tuple(NodeFault(node, 10.0) for node in (PREFILL, *DECODE))
     result = simulate(SMALL, traffic(requests=100), config(faults=faults))
     assert np.isnan(result.requests.first_token_s).any() and not result.stable
+
+
+@pytest.mark.parametrize("policy", ["paper", "adaptive", "remote"])
+def test_a_drained_cluster_finishes_its_work_and_gets_nothing_new_until_its_return(
+    policy: str,
+) -> None:
+    """Its nodes are lost meanwhile, and return to a cluster that is still drained."""
+    drain = DrainFault(ClusterId("far"), 100.0, 300.0)
+    lost = ClusterFault(ClusterId("far"), 150.0, 160.0)
+    arrivals = traffic(rps=1.0, requests=400)
+    for faults in ((drain,), (drain, lost)):
+        result = simulate(SMALL, arrivals, config(policy, faults=faults, timeline=True))
+        check_accounts(result)
+        assert not result.requests.retries.any()
+        begun = [
+            s.start_s for s in result.spans if s.track.startswith("far") and s.name == "prefill"
+        ]
+        assert not [at_s for at_s in begun if 130.0 < at_s < 300.0]
+        assert min(begun) < 100.0 and max(begun) > 300.0
+
+
+def test_faults_that_slow_a_node_multiply() -> None:
+    node = NodeId("near-0")
+    slow = (SlowFault(node, 3.0, 0.0), SlowFault(node, 2.0, 100.0, 200.0))
+    rules = config("local", faults=slow)
+    few = poisson(SMALL.workload, 0.05, 30, seed=3)
+    rows = simulate(replace(SMALL, remotes=()), few, rules).requests
+    factors = rows.prefill_s / SLOW.seconds(rows.prompt_tokens.astype(float))
+    assert {3.0, 6.0} <= set(np.round(factors)) <= {1.0, 3.0, 6.0}
 
 
 # Long-term ----------------------------------------------------------------------------------------

@@ -81,6 +81,8 @@ def _faults(config: SimConfig) -> list[_Event]:
             case LinkFault(link):
                 kind, where = "link", " -> ".join(link)
                 words = (f"The link {where} is cut.", f"The link {where} is back.")
+            case _:
+                continue  # only tests make the others
         found.append(_Event(fault.at_s, kind, words[0], where))
         if fault.until_s < math.inf:
             found.append(_Event(fault.until_s, kind, words[1], where))

@@ -51,7 +51,8 @@ class LinkFault(NamedTuple):
 
 
 class SlowFault(NamedTuple):
-    """The prefills that a node begins take `factor` times as long as its profile states."""
+    """The prefills that a node begins take `factor` times as long as its profile states. Faults
+    that overlap multiply."""
 
     node: NodeId
     factor: float
@@ -59,7 +60,16 @@ class SlowFault(NamedTuple):
     until_s: float = math.inf
 
 
-Fault: TypeAlias = NodeFault | ClusterFault | LinkFault | SlowFault
+class DrainFault(NamedTuple):
+    """An operator drains a cluster: its nodes finish what they have, and get nothing new until
+    `until_s`, when it is taken back into use (infinity: never)."""
+
+    cluster: ClusterId
+    at_s: float
+    until_s: float = math.inf
+
+
+Fault: TypeAlias = NodeFault | ClusterFault | LinkFault | SlowFault | DrainFault
 
 
 @dataclass(frozen=True, slots=True)

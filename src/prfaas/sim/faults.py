@@ -7,8 +7,9 @@ gateway.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 from prfaas.errors import InputError
@@ -16,7 +17,14 @@ from prfaas.scheduler.homes.plans import home_name
 from prfaas.scheduler.long_term.replan_homes import replan_homes
 from prfaas.scheduler.view import LinkId
 from prfaas.sim.attempt import Attempt
-from prfaas.sim.config import ClusterFault, Fault, LinkFault, NodeFault, SlowFault
+from prfaas.sim.config import (
+    ClusterFault,
+    DrainFault,
+    Fault,
+    LinkFault,
+    NodeFault,
+    SlowFault,
+)
 from prfaas.sim.nodes import SimNode
 from prfaas.sim.world import World
 from prfaas.types import ClusterId, NodeId
@@ -35,6 +43,8 @@ def schedule_changes(world: World, until_s: float) -> None:
                 begin, end = changes.lose_link, changes.recover_link
             case SlowFault():
                 begin, end = changes.slow_down, changes.speed_up
+            case DrainFault():
+                begin, end = changes.drain, changes.use_again
             case _:
                 begin, end = changes.lose_nodes, changes.recover_nodes
         events.at(fault.at_s, begin, fault)
@@ -54,7 +64,7 @@ def _check(fault: Fault, world: World, where: str) -> None:
     match fault:
         case NodeFault(node) | SlowFault(node):
             named, known = str(node), list(world.nodes)
-        case ClusterFault(cluster):
+        case ClusterFault(cluster) | DrainFault(cluster):
             named, known = str(cluster), list(world.prefill_waiting)
         case LinkFault(link):
             named, known = " -> ".join(link), [" -> ".join(one) for one in world.links]
@@ -78,6 +88,8 @@ class _ScheduledChanges:
     def __init__(self, world: World) -> None:
         self._world = world
         self._faults: Counter[NodeId | LinkId] = Counter()  # that have begun and not ended
+        self._drains: Counter[ClusterId] = Counter()  # the same of orders to drain
+        self._factors: defaultdict[NodeId, list[float]] = defaultdict(list)  # of slow nodes
         self._shares: dict[LinkId, float] = {}  # of the configured bandwidth, where it has changed
 
     def change_rate(self, change: tuple[LinkId, float]) -> None:
@@ -93,10 +105,11 @@ class _ScheduledChanges:
     def replan(self, _: object) -> None:
         world = self._world
         now = world.events.now_s
-        live = Counter(node.cluster for node in world.nodes.values() if node.alive)
+        used = [node for node in world.nodes.values() if node.alive and node.in_use]
+        live = Counter(node.cluster for node in used)
         windows = {}
         for home, plan in world.homes.plans.items():
-            names = {n for n, node in world.nodes.items() if node.alive and node.cluster == home}
+            names = {node.name for node in used if node.cluster == home}
             remotes = tuple(live[ClusterId(r.pool.cluster)] for r in plan.problem.remotes)
             windows[home] = world.traffic[home].window(now, remotes, names)
         shares = {home_name(home): home.share for home in world.network.homes}
@@ -166,7 +179,7 @@ class _ScheduledChanges:
                 node.role = plan.roles[node.name]
             if world.caches is not None:
                 world.caches.join(node.name)
-            world.board.assign(node.name, node.role, usable=True)
+            world.board.assign(node.name, node.role, usable=node.in_use)
         world.count_capacity()
 
     def _start_again(self, indices: list[int]) -> None:
@@ -174,13 +187,37 @@ class _ScheduledChanges:
             self._world.columns.retries[index] += 1
             self._world.try_route(index)
 
+    # Drained clusters -----------------------------------------------------------------------------
+
+    def drain(self, fault: DrainFault) -> None:
+        """Work that was dispatched stays where it is."""
+        self._drains[fault.cluster] += 1
+        self._use(fault.cluster)
+
+    def use_again(self, fault: DrainFault) -> None:
+        self._drains[fault.cluster] -= 1
+        self._use(fault.cluster)
+
+    def _use(self, cluster: ClusterId) -> None:
+        world = self._world
+        plan = world.homes.plans.get(cluster)
+        for node in world.nodes.values():
+            if node.cluster != cluster:
+                continue
+            node.in_use = not self._drains[cluster]
+            stays = plan is None or node.role == plan.roles[node.name]
+            usable = node.in_use and node.alive and stays and not node.switching
+            world.board.assign(node.name, node.role, usable=usable)
+
     # Slow nodes -----------------------------------------------------------------------------------
 
     def slow_down(self, fault: SlowFault) -> None:
-        self._world.nodes[fault.node].slowness = fault.factor
+        self._factors[fault.node].append(fault.factor)
+        self._world.nodes[fault.node].slowness = prod(self._factors[fault.node])
 
     def speed_up(self, fault: SlowFault) -> None:
-        self._world.nodes[fault.node].slowness = 1.0
+        self._factors[fault.node].remove(fault.factor)
+        self._world.nodes[fault.node].slowness = prod(self._factors[fault.node])
 
     # Lost links -----------------------------------------------------------------------------------
 

@@ -131,6 +131,7 @@ class SimNode:
         "for_memory",
         "for_slot",
         "free_kv_bytes",
+        "in_use",
         "name",
         "prefills",
         "queue",
@@ -147,6 +148,7 @@ class SimNode:
         self.cluster = cluster
         self.role: Role = role
         self.alive = True
+        self.in_use = True  # False: an operator has drained its cluster
         self.slowness = 1.0  # time of its prefills over the stated time
         self.switching = False  # drained, and changing its role
         self.batch = batch

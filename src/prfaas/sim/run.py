@@ -28,7 +28,13 @@ def simulate(
 ) -> Result:
     """`progress` is called with the share of requests that have arrived. The run continues after
     the last arrival until every request has ended, or until no event can end the rest."""
-    world = World(problem, arrivals, config)
+    return run(World(problem, arrivals, config), arrivals, progress=progress)
+
+
+def run(
+    world: World, arrivals: Arrivals, *, progress: Callable[[float], None] | None = None
+) -> Result:
+    """The same for a world that the caller has made for these arrivals."""
     schedule_changes(world, float(arrivals.at_s[-1]))
     count = len(arrivals)
     every = max(1, count // _PROGRESS_STEPS)

@@ -460,7 +460,7 @@ class World:
         if not node.alive:
             return
         node.role = self.homes.plans[node.cluster].roles[node.name]
-        self.board.assign(node.name, node.role, usable=True)
+        self.board.assign(node.name, node.role, usable=node.in_use)
         if self.recorder is not None:
             self.recorder.record_role(node)
         self.count_capacity()
