@@ -19,7 +19,6 @@ from prfaas.scheduler.plan import (
     Plan,
     Role,
     fill_roles,
-    first_plan,
     hardware_for,
     plan_for_nodes,
 )
@@ -36,19 +35,8 @@ def first_plans(
 ) -> dict[ClusterId, Plan]:
     """The optimum for the traffic that the deployment file states. `nodes` are those of the PD
     clusters."""
-    problems = {home_name(home): hardware_for(policy, home.problem) for home in network.homes}
-    if len(problems) == 1 or policy == "local":
-        return {name: first_plan(problem, nodes[name], rules) for name, problem in problems.items()}
-    solved = solve_network(network)
-    plans = {}
-    for name, problem in problems.items():
-        decided = solved.home(name)
-        roles: dict[NodeId, Role] = {
-            node: "prefill" if number < decided.n_prefill else "decode"
-            for number, node in enumerate(nodes[name])
-        }
-        plans[name] = plan_of_home(solved, problem, roles, rules)
-    return plans
+    roles = {name: dict.fromkeys(members) for name, members in nodes.items()}
+    return plans_for_nodes(network, roles, rules, 0.0, reason=_STATED, policy=policy)
 
 
 def plans_for_nodes(
