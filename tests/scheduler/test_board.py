@@ -113,16 +113,26 @@ def test_an_answer_that_does_not_stream_does_not_keep_its_node_busy() -> None:
     that comes with the last one."""
     subject = board()
     own = Route(NEAR, LOCAL[2], NEAR, LOCAL[2], False, 0, 0, 0, 2.0, (), "alone")
-    jobs = [subject.record_dispatch(own, 0.0, 0.0) for _ in range(3)]
+    jobs = [subject.record_dispatch(own, 0.0, 0.0, streams=False) for _ in range(3)]
     for at_s, free_at_s in ((3.0, 6.0), (7.0, 6.0)):
         subject.record_report(LOCAL[2], NodeReport(at_s, 0.0, 3))
         assert seen(subject, LOCAL[2]).free_at_s == free_at_s
     assert subject.own_prefills(LOCAL[2], 7.0) == (3, 0.0)
     subject.record_handoff(jobs[1], 8.0)
-    later = subject.record_dispatch(own, 0.0, 9.0)
+    later = subject.record_dispatch(own, 0.0, 9.0, streams=True)
     assert seen(subject, LOCAL[2]).free_at_s == 11.0
     subject.record_handoff(later, 10.0)
     assert seen(subject, LOCAL[2]).free_at_s == 10.0, "this one has streamed"
+
+
+def test_a_slow_node_that_serves_alone_is_busy_until_its_first_token() -> None:
+    subject = board()
+    own = Route(NEAR, LOCAL[2], NEAR, LOCAL[2], False, 0, 0, 0, 2.0, (), "alone")
+    job = subject.record_dispatch(own, 0.0, 0.0)
+    subject.record_report(LOCAL[2], NodeReport(30.0, 0.0, 1))
+    assert seen(subject, LOCAL[2]).free_at_s == 58.0
+    subject.record_handoff(job, 31.0)
+    assert seen(subject, LOCAL[2]).free_at_s == 31.0
 
 
 def test_requests_of_other_routers_count_too() -> None:

@@ -23,6 +23,7 @@ class PlacementRequest:
     avoid: Collection[NodeId] = ()  # nodes where the request has failed or was refused
     booking: Booking | None = None
     placed: asyncio.Event = field(default_factory=asyncio.Event)
+    streams: bool = True  # whether its answer does
     tenant: str = ""
     home: ClusterId = ClusterId("")  # the PD cluster at which the request has arrived
     waits_for: ClusterId | None = None  # the cluster in whose queue the request is or was last

@@ -185,7 +185,9 @@ class Router:
             self._fleet.failures.contain(
                 "console", partial(self._record_explanation, placement, taken, cached)
             )
-        placement.booking = self._fleet.book(found, request.prompt_tokens, self._retry_if_waiting)
+        placement.booking = self._fleet.book(
+            found, request.prompt_tokens, self._retry_if_waiting, streams=placement.streams
+        )
         weight = 1.0
         if self._shares is not None and found.offloaded:
             weight = self._shares.record(placement, found, now)

@@ -54,10 +54,13 @@ class OwnPrefills(NamedTuple):
 class Dispatch:
     """One attempt of one request, from its dispatch on. Only the board reads its fields."""
 
-    __slots__ = ("at_s", "kv_bytes", "ready_s", "route")
+    __slots__ = ("at_s", "kv_bytes", "ready_s", "route", "shows_prefill")
 
-    def __init__(self, route: Route, kv_bytes: float, at_s: float) -> None:
+    def __init__(
+        self, route: Route, kv_bytes: float, at_s: float, *, shows_prefill: bool = True
+    ) -> None:
         self.route = route
+        self.shows_prefill = shows_prefill  # whether the end of its prefill will be seen
         self.kv_bytes = kv_bytes  # of decode memory that are reserved for it
         self.at_s = at_s
         self.ready_s = at_s  # when the copies that its prefill needs are made
@@ -143,12 +146,13 @@ class _BoardNode:
             end_s = max(self.since_s, first.ready_s) + first.route.prefill_s
             if end_s > now_s:
                 break
-            if not first.route.alone:
+            if first.shows_prefill:
                 # Nothing is known of an overdue prefill but that it is late: it is taken to need as
                 # much time again.
                 end_s = 2 * now_s - end_s
                 break
-            # An answer that does not stream shows the end of its prefill only when it is complete.
+            # A node that serves alone and does not stream the answer shows the end of the prefill
+            # only when the answer is complete.
             self._drop(first)
             self.since_s = end_s
         if not self.jobs:
@@ -261,9 +265,13 @@ class Board:
 
     # Dispatches of this router --------------------------------------------------------------------
 
-    def record_dispatch(self, route: Route, kv_bytes: float, now_s: float) -> Dispatch:
-        """A request was dispatched; `kv_bytes` of decode memory are reserved for it."""
-        job = Dispatch(route, kv_bytes, now_s)
+    def record_dispatch(
+        self, route: Route, kv_bytes: float, now_s: float, *, streams: bool = True
+    ) -> Dispatch:
+        """A request was dispatched; `kv_bytes` of decode memory are reserved for it. `streams`:
+        whether its answer streams."""
+        shows_prefill = streams or not route.alone
+        job = Dispatch(route, kv_bytes, now_s, shows_prefill=shows_prefill)
         node = self._nodes[route.prefill]
         start = node.view.free_at_s
         node.add_job(job)

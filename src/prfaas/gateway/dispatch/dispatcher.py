@@ -106,6 +106,7 @@ class Dispatcher:
                     routed,
                     prompt,
                     attempts.avoid,
+                    streams=request.stream,
                     tenant=request.tenant,
                     home=home,
                     explains=trace.explains,

@@ -26,14 +26,17 @@ class Booking:
         kv_bytes: float,
         now_s: float,
         on_prefill_end: Callable[[], None],
+        *,
+        streams: bool,
     ) -> None:
-        """`on_prefill_end` is called when the prefill node has finished with the request."""
+        """`on_prefill_end` is called when the prefill node has finished with the request.
+        `streams`: whether the answer does."""
         self.route = route
         self._board = board
         self._on_prefill_end = on_prefill_end
         self._stage: Stage = "made"
         self._made_s = now_s
-        self._dispatch = board.record_dispatch(route, kv_bytes, now_s)
+        self._dispatch = board.record_dispatch(route, kv_bytes, now_s, streams=streams)
         work.record_dispatch(route)
 
     @property

@@ -212,10 +212,18 @@ class Fleet:
         self.roles.drain(node)
         self.refresh()
 
-    def book(self, route: Route, prompt_tokens: int, on_prefill_end: Callable[[], None]) -> Booking:
+    def book(
+        self,
+        route: Route,
+        prompt_tokens: int,
+        on_prefill_end: Callable[[], None],
+        *,
+        streams: bool = True,
+    ) -> Booking:
         costs = self.pace.costs[route.decode_cluster]
         kv_bytes = float(costs.handoff_bytes(prompt_tokens, prompt_tokens))
-        return Booking(self.board, self.work, route, kv_bytes, self._clock.now(), on_prefill_end)
+        now = self._clock.now()
+        return Booking(self.board, self.work, route, kv_bytes, now, on_prefill_end, streams=streams)
 
     # The state that decisions see -----------------------------------------------------------------
 
