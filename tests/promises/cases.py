@@ -11,7 +11,10 @@ events multiply what the profiles and the links state. So the caller chooses how
     case.traffic                one entry per PD cluster, in their order
     case.events                 in no order; they may overlap, and may concern what is lost already
     describe(case)              the case for a person
-    serving_homes(case)         where a node that decodes is present, before any event
+    serving_homes(case)         where a node is present that can decode, before any event
+
+Every node of a PD cluster can decode: where none of its nodes has this role, those that prefill
+serve requests alone. A node of a PrfaaS cluster never decodes.
 
 The file of a deployment must state at least one node of each cluster, and one that decodes in each
 PD cluster. Where a case has none, the stated one is absent: its process has never been started.
@@ -80,9 +83,9 @@ class ClusterCase:
         return (*prefill[self.prefill :], *decode[self.decode :])
 
     @property
-    def decoding(self) -> tuple[str, ...]:
-        """The present nodes that are stated to decode."""
-        return self.nodes[self.stated_prefill :][: self.decode]
+    def present(self) -> tuple[str, ...]:
+        """The nodes that run when the case begins."""
+        return tuple(node for node in self.nodes if node not in self.absent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +152,7 @@ class Case:
 
 
 def serving_homes(case: Case) -> list[str]:
-    return [home.name for home in case.deployment.homes if home.decode]
+    return [home.name for home in case.deployment.homes if home.present]
 
 
 def link_name(link: LinkCase) -> str:
@@ -177,7 +180,7 @@ def _cluster(draw: st.DrawFn, name: str, kind: Literal["pd", "prfaas"]) -> Clust
 @st.composite
 def deployments(draw: st.DrawFn) -> DeploymentCase:
     homes = [draw(_cluster(name, "pd")) for name in PD_NAMES[: draw(st.integers(1, 3))]]
-    if not any(home.decode for home in homes) and draw(st.integers(0, 9)):
+    if not any(home.present for home in homes) and draw(st.integers(0, 9)):
         # Few cases are about deployments that can serve nothing.
         first = homes[0]
         homes[0] = ClusterCase(first.name, "pd", first.prefill, 1, first.paces)
@@ -215,7 +218,7 @@ def _traffic(draw: st.DrawFn, home: str) -> HomeTraffic:
 @st.composite
 def _event(draw: st.DrawFn, deployment: DeploymentCase, *, live: bool) -> EventCase:
     clusters = deployment.clusters
-    nodes = [node for c in clusters for node in c.nodes if node not in c.absent]
+    nodes = [node for cluster in clusters for node in cluster.present]
     homes = [home.name for home in deployment.homes]
     far = {cluster.name for cluster in deployment.prfaas}
     links = [link_name(one) for one in deployment.links if far & {one.source, one.target}]

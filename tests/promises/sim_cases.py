@@ -153,9 +153,9 @@ class Watched(World):
             homes = {ClusterId(name) for name in self.waiting_room.tenants(cluster)}
             homes |= {to for at, to in self.config.round_trips if at in homes}
             wanted = homes if cluster is None else {cluster}
-            role = "decode" if cluster is None else "prefill"
             for node in self.nodes.values():
-                if node.cluster in wanted and node.role == role and is_idle(node):
+                serves = cluster is None or node.role == "prefill"
+                if node.cluster in wanted and serves and is_idle(node):
                     found.add((node.name, cluster))
         return found
 

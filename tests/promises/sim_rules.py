@@ -27,10 +27,8 @@ class Span(NamedTuple):
     end_s: float
 
     def has(self, at_s: float) -> bool:
-        return self.begin_s <= at_s < self.end_s
-
-    def meets(self, begin_s: float, end_s: float) -> bool:
-        return self.begin_s < end_s and begin_s < self.end_s
+        """Not at its beginning: what begins at the same moment may come first."""
+        return self.begin_s < at_s < self.end_s
 
 
 def losses(run: Run, node: str) -> list[Span]:
@@ -91,7 +89,7 @@ def served_while_a_node_lives(run: Run) -> Iterator[str]:
 def _usable_for_ever(run: Run, home: ClusterCase) -> list[str]:
     return [
         node
-        for node in home.decoding
+        for node in home.nodes
         if all(span.end_s < math.inf for span in (*losses(run, node), *drains(run, node)))
     ]
 
@@ -117,8 +115,11 @@ def no_new_work_for_drained_or_lost_nodes(run: Run) -> Iterator[str]:
 def no_idle_node_while_a_request_waits(run: Run) -> Iterator[str]:
     """A request waits for a cluster, or for any node that can serve it, and there one is idle."""
     for idle in run.idle:
-        shared = len(run.case.traffic) > 1 and idle.cluster is not None
-        limit_s = REPORTED_S + KEPT_FOR_OTHERS_S if shared else AT_ONCE_S
+        limit_s = AT_ONCE_S
+        if idle.cluster is None:
+            limit_s = REPORTED_S
+        elif len(run.case.traffic) > 1:
+            limit_s = REPORTED_S + KEPT_FOR_OTHERS_S
         if idle.until_s - idle.from_s > limit_s:
             what = "any node" if idle.cluster is None else idle.cluster
             yield (
@@ -144,7 +145,7 @@ def kv_of_cut_transfers_is_not_used(run: Run) -> Iterator[str]:
 # A slow node --------------------------------------------------------------------------------------
 
 SLOW, LIKE = 20.0, 1.5
-OBSERVED = 10  # prefills
+OBSERVED = 6  # prefills: three warm the node up, and three show its pace
 DOUBTED_S = 15.0  # a slow node that was not asked for so long may be asked again
 
 
@@ -169,13 +170,13 @@ def _much(run: Run, slow: str, group: set[str], since_s: float) -> Iterator[str]
         for one in run.dispatched
         if one.route.prefill in group and not one.route.cached_tokens and one.at_s >= since_s
     ]
-    its = [one.at_s for one in sent if one.route.prefill == slow]
-    if len(its) <= OBSERVED:
+    seen = [one.at_s for one in run.landed if one.route.prefill == slow and one.began_s >= since_s]
+    if len(seen) < OBSERVED:
         return
-    known_s = its[OBSERVED]
+    known_s = seen[OBSERVED - 1]
     later = [one for one in sent if one.at_s >= known_s]
     count = sum(one.route.prefill == slow for one in later)
-    again = (later[-1].at_s - known_s) / DOUBTED_S
+    again = (later[-1].at_s - known_s) / DOUBTED_S if later else 0.0
     if count > 1 + again + len(later) / 10:
         yield f"{slow} gets {count} of {len(later)} prefills after {known_s:.1f} s, and is slow"
 
