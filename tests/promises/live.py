@@ -392,7 +392,7 @@ class _Player:
         try:
             async with asyncio.timeout(PATIENCE_S):
                 while not await condition():
-                    await asyncio.sleep(LOOK_S)  # another process has no event
+                    await asyncio.sleep(LOOK_S)  # noqa: ASYNC110
         except TimeoutError:
             logs = "\n".join(run.process.output[-3000:] for run in self.runs)
             raise AssertionError(f"it never came true that {what}\n{logs}") from None
@@ -644,7 +644,8 @@ def _booked(state: Any) -> list[str]:
 
 
 def served_throughout(case: Case) -> set[str]:
-    """Homes with a node that lives, and may be used, from the beginning to the end."""
+    """Homes that are promised to be served: a node there, or at a PD cluster to which a link leads,
+    lives and may be used from the beginning to the end."""
     drawn = case.deployment
     touched = {e.what for e in case.events if e.kind in ("node_lost", "cluster_lost", "drained")}
     own = {
@@ -653,7 +654,8 @@ def served_throughout(case: Case) -> set[str]:
         if home.name not in touched
         and any(n not in touched and n not in home.absent for n in home.nodes)
     }
-    return own
+    homes = {home.name for home in drawn.homes}
+    return own | {link.source for link in drawn.links if link.target in own} & homes
 
 
 async def play(case: Case, folder: Path) -> Played:
