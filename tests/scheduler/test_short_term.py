@@ -302,6 +302,16 @@ def test_a_link_that_carries_nothing_is_slow_at_once() -> None:
     assert not routed(Request(1, THRESHOLD * 2), view(pending_bytes=1e6), how).offloaded
 
 
+def test_a_reported_rate_of_zero_is_no_bandwidth() -> None:
+    """A kvd may report anything: a route over the link divides by its bandwidth."""
+    how = state("remote")
+    for now_s, backlog in ((4.0, 1_000_000), (5.0, 0)):
+        report = LinkStats("near", now_s, 1, 0.0, backlog, 0, waited_s=1.0, delivery_bps=0.0)
+        how = adjust(how, with_stats(view(now_s=now_s), report), now_s)
+        assert how.links[OUT].bps != 0
+        assert routed(Request(1, THRESHOLD * 2), view(), how).offloaded
+
+
 def test_a_few_bytes_on_a_clear_link_do_not_measure_its_bandwidth() -> None:
     light = after(3, state("adaptive"), goodput_bps=1e6, backlog_bytes=10_000)
     assert light.links[OUT].health.verdict is LinkVerdict.CLEAR

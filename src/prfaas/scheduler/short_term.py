@@ -257,10 +257,12 @@ def _update_link(link_id: LinkId, link: LinkView, state: ShortTermState) -> Link
     if stats is None or stats.at_s == known.health.at_s:
         return known
     health = judge(known.health, stats, link.capacity_bps)
-    if stats.delivery_bps is not None:
-        # While bytes wait, the delivery rate is the link's bandwidth.
+    if stats.delivery_bps:
+        # While bytes wait, the delivery rate is the link's bandwidth. Where none arrives, a rate of
+        # zero says less than how long they have waited, and no time can be predicted with it.
         return LinkState(health, stats.delivery_bps, stats.at_s)
-    if not stats.goodput_bps and health.cause == "waiting" and stats.waited_s > 0:
+    stuck = stats.backlog_bytes > 0 and stats.waited_s > 0 and not stats.goodput_bps
+    if stuck and health.cause == "waiting":
         # Nothing arrives although bytes wait: with more than this bandwidth, the backlog would have
         # arrived by now.
         most_bps = stats.backlog_bytes * 8 / stats.waited_s
