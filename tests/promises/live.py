@@ -12,6 +12,7 @@ waited for, within limits that only a defect reaches.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 import os
 import random
@@ -33,6 +34,7 @@ from prfaas.contracts.gateway_api import DRAIN_PATH
 from prfaas.contracts.readiness import GatewayReady
 from prfaas.launch.request_outcomes import RequestOutcome, parse_outcome
 from prfaas.security.shared_key import bearer
+from prfaas.tracing.context import TRACEPARENT
 from tests.node.hosts import Process
 from tests.promises.cases import PROMPT_TOKENS, Case, ClusterCase, EventCase, HomeTraffic
 from tests.promises.stand_ins import MODEL, Pace, World, expected_tokens, model_entry
@@ -147,6 +149,10 @@ class Asked:
     @property
     def is_valid(self) -> bool:
         return self.max_tokens > 0
+
+    @property
+    def trace_id(self) -> str:
+        return hashlib.md5(self.id.encode()).hexdigest()
 
     @property
     def body(self) -> dict[str, Any]:
@@ -392,7 +398,7 @@ class _Player:
         try:
             async with asyncio.timeout(PATIENCE_S):
                 while not await condition():
-                    await asyncio.sleep(LOOK_S)  # noqa: ASYNC110
+                    await asyncio.sleep(LOOK_S)
         except TimeoutError:
             logs = "\n".join(run.process.output[-3000:] for run in self.runs)
             raise AssertionError(f"it never came true that {what}\n{logs}") from None
@@ -562,6 +568,7 @@ class _Player:
             **bearer(TENANTS[one.tenant]),
             "X-Request-Id": one.id,
             "X-Prfaas-Cluster": one.home,
+            TRACEPARENT: f"00-{one.trace_id}-{'1' * 16}-01",
         }
         async with self._http.post(url, json=one.body, headers=headers) as response:
             one.status = response.status
@@ -602,8 +609,13 @@ class _Player:
 
     def _left_behind(self) -> list[str]:
         """A gateway that was killed has released nothing: its grants expire."""
-        killed_s = max((run.killed_s or 0.0 for run in self.runs), default=0.0)
-        return self.world.left_behind(killed_s)
+        orphans = {one.trace_id for one in self._asked if self._outlived_its_gateway(one)}
+        return self.world.left_behind(lambda transfer: transfer.traceparent[3:35] in orphans)
+
+    def _outlived_its_gateway(self, one: Asked) -> bool:
+        home = self._gateway_of(one.home)
+        kills = (run.killed_s for run in self.runs if run.home == home)
+        return any(killed_s is not None and one.sent_s < killed_s for killed_s in kills)
 
     async def _read_accounts(self) -> None:
         for run in self._living():

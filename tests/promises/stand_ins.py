@@ -53,6 +53,7 @@ from prfaas.kvd.planning_lease import decide, first_promise
 from prfaas.kvd.planning_records import PlanningRecords
 from prfaas.kvd.role import compare_and_set
 from prfaas.kvspec import FullAttention, KVSpec
+from prfaas.tracing.context import TRACEPARENT
 from prfaas.types import Compat, Grant, LinkStats, NodeId, TransferId
 
 MODEL = "stand-in"
@@ -112,7 +113,7 @@ class Transfer:
     grant: Grant
     request: OpenTransfer
     host: str
-    opened_s: float
+    traceparent: str  # of the call that opened it
     state: str = "granted"
     reason: str = ""
     arrived: State | None = None  # what the pages have; damaged until all of it has arrived
@@ -216,7 +217,7 @@ class Link:
                     in_flight_bytes=min(backlog, 1 << 20),
                     waited_s=waited_s,
                     rtt_s=0.001,
-                    delivery_bps=bps if backlog else None,
+                    delivery_bps=bps if backlog and bps else None,
                 )
             )
         return found
@@ -412,7 +413,8 @@ class Host:
         if known is None:
             nbytes = _bytes_of(asked.handoff_tokens)
             grant = Grant(name, uuid.uuid4().hex, self.data_address, {}, nbytes, 60.0)
-            known = self._incoming[name] = Transfer(grant, asked, self.name, time.monotonic())
+            trace = request.headers.get(TRACEPARENT, "")
+            known = self._incoming[name] = Transfer(grant, asked, self.name, trace)
             self._books.transfers[name] = known
         return _json(known.grant)
 
@@ -650,15 +652,15 @@ class World:
             if transfer.host == host.name and transfer.state not in _ENDED:
                 transfer.move("failed", "its kvd was lost")
 
-    def left_behind(self, since_s: float = 0.0) -> list[str]:
-        """Memory that is still reserved, of what was granted since then, and work that still runs,
-        at hosts that live."""
+    def left_behind(self, expires: Callable[[Transfer], bool]) -> list[str]:
+        """Memory that is still reserved, and work that still runs, at hosts that live. `expires`:
+        nobody is left to release a transfer, other than time."""
         leases = [
             f"{host.name} holds {self.books.transfers[name].state} transfer {name}"
             for host in self.hosts.values()
             if not host.is_lost
             for name in host.open_leases()
-            if self.books.transfers[name].opened_s > since_s
+            if not expires(self.books.transfers[name])
         ]
         work = [f"{one.host}: {one.kind} of {one.request} runs" for one in self.books.running()]
         return leases + work
