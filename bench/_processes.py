@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -11,13 +12,24 @@ from pathlib import Path
 from prfaas.launch.attached_process import PROGRAM, attached_prefix
 
 _END_S = 10.0
+_PORTS = range(10_000, 32_768)  # Linux chooses from 32,768 on
 
 
 def free_ports(count: int) -> list[int]:
+    """Ports that the system does not choose for connections: one that is free now is still free
+    when its process has started."""
     with ExitStack() as stack:
         # All are held at once, so that no two are the same.
-        held = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [int(one.getsockname()[1]) for one in held]
+        found: list[int] = []
+        for port in random.sample(_PORTS, len(_PORTS)):
+            if len(found) == count:
+                break
+            try:
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            except OSError:
+                continue
+            found.append(port)
+        return found
 
 
 @contextmanager

@@ -150,7 +150,7 @@ class Bench:
     ) -> None:
         self._pipe = pipe
         self._link_options = link_options
-        self._plain, self._secure = pipe.recv()
+        self._plain, self._secure = self._answer()
         self._context = client_context(
             certificates.ca, certificates.client, certificates.client_key
         )
@@ -182,7 +182,7 @@ class Bench:
     ) -> tuple[float, float]:
         grant: Grant = new_grant("bench", max_bytes=sum(segments.values()), deadline_s=30)
         self._pipe.send((grant, tls))
-        assert self._pipe.recv() == "expected"
+        assert self._answer() == "expected"
         views, at = {}, 0
         for name, nbytes in segments.items():
             views[name] = [FileSlice(self._source[at : at + nbytes], self._fd, at)]
@@ -193,7 +193,11 @@ class Bench:
         started = time.perf_counter()
         transfer.ready_all(views)
         transfer.done.result(TIMEOUT_S)
-        return time.perf_counter() - started, self._pipe.recv()
+        return time.perf_counter() - started, self._answer()
+
+    def _answer(self) -> Any:
+        assert self._pipe.poll(TIMEOUT_S), "the receiving process does not answer"
+        return self._pipe.recv()
 
 
 @contextmanager

@@ -1,6 +1,7 @@
-"""The peer of our TLS runs: two processes, one connection, and nothing but Python's `ssl` module.
+"""The peer of our TLS runs: two processes, one connection, and nothing but Python's `ssl` module. A
+pair without TLS is the yardstick of our transfers in `bench/quick.py`.
 
-One process sends a region of memory with `SSLSocket.send`, the other receives it into its own
+One process sends a region of memory with `send`, the other receives it into its own
 region with `recv_into`. Certificates, TLS version, cipher and the kind of memory are those of
 `bench/transport.py`. There are no frames, acknowledgements or timeouts. The result is what mutual
 TLS costs at least in one Python thread per end.
@@ -10,7 +11,6 @@ from __future__ import annotations
 
 import multiprocessing
 import socket
-import ssl
 import struct
 import time
 from collections.abc import Iterator
@@ -26,10 +26,10 @@ TIMEOUT_S = 60.0
 _CPU_S = struct.Struct("!d")  # the receiver's answer to a transfer: its own CPU time
 
 
-class SslPair:
+class SocketPair:
     """The sending process's end."""
 
-    def __init__(self, sock: ssl.SSLSocket, nbytes: int) -> None:
+    def __init__(self, sock: socket.socket, nbytes: int) -> None:
         self._sock = sock
         self._source = memoryview(touched(nbytes)[0])
         self._send(CHUNK_BYTES[-1])  # opens the window of the connection
@@ -52,35 +52,48 @@ class SslPair:
 
 
 @contextmanager
-def ssl_pair(certificates: CertificateSet, nbytes: int) -> Iterator[SslPair]:
+def ssl_pair(certificates: CertificateSet, nbytes: int) -> Iterator[SocketPair]:
     """Starts the receiving process and connects to it."""
+    tls = client_context(certificates.ca, certificates.client, certificates.client_key)
+    with (
+        _receiver(certificates, nbytes) as plain,
+        tls.wrap_socket(plain, server_hostname=SERVICE_NAME) as sock,
+    ):
+        sock.settimeout(None)  # with a timeout, Python would poll before every record
+        yield SocketPair(sock, nbytes)
+
+
+@contextmanager
+def socket_pair(nbytes: int) -> Iterator[SocketPair]:
+    """The same without TLS."""
+    with _receiver(None, nbytes) as sock:
+        sock.settimeout(None)
+        yield SocketPair(sock, nbytes)
+
+
+@contextmanager
+def _receiver(certificates: CertificateSet | None, nbytes: int) -> Iterator[socket.socket]:
     context = multiprocessing.get_context("spawn")
     near, far = context.Pipe()
     process = context.Process(target=_receive, args=(far, certificates, nbytes), daemon=True)
     process.start()
-    tls = client_context(certificates.ca, certificates.client, certificates.client_key)
     try:
-        assert near.poll(TIMEOUT_S), "the receiver of the ssl pair did not start"
-        with (
-            socket.create_connection(near.recv(), timeout=TIMEOUT_S) as plain,
-            tls.wrap_socket(plain, server_hostname=SERVICE_NAME) as sock,
-        ):
-            sock.settimeout(None)  # with a timeout, Python would poll before every record
-            yield SslPair(sock, nbytes)
+        assert near.poll(TIMEOUT_S), "the receiver of the pair of sockets did not start"
+        with socket.create_connection(near.recv(), timeout=TIMEOUT_S) as plain:
+            yield plain
         process.join(TIMEOUT_S)
     finally:
         process.kill()
 
 
-def _receive(pipe: Connection, certificates: CertificateSet, nbytes: int) -> None:
+def _receive(pipe: Connection, certificates: CertificateSet | None, nbytes: int) -> None:
     """Receives the whole region again and again, until the sender closes the connection."""
     target = memoryview(touched(nbytes)[0])
-    tls = server_context(certificates.ca, certificates.server, certificates.server_key)
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(TIMEOUT_S)
         pipe.send(server.getsockname())
         plain, _ = server.accept()
-    with plain, tls.wrap_socket(plain, server_side=True) as sock:
+    with plain, _secured(plain, certificates) as sock:
         sock.settimeout(None)
         receive_into = sock.recv_into
         while True:
@@ -92,3 +105,10 @@ def _receive(pipe: Connection, certificates: CertificateSet, nbytes: int) -> Non
                     return
                 at += got
             sock.send(_CPU_S.pack(cpu_s() - before))
+
+
+def _secured(plain: socket.socket, certificates: CertificateSet | None) -> socket.socket:
+    if certificates is None:
+        return plain
+    tls = server_context(certificates.ca, certificates.server, certificates.server_key)
+    return tls.wrap_socket(plain, server_side=True)

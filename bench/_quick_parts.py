@@ -1,0 +1,186 @@
+"""The measurements of `bench/quick.py`. Each part yields samples: a figure, and its yardstick just
+before. All settings that have a default keep it."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import click
+import numpy as np
+import uvloop
+
+import gateway
+import index
+import simulate
+import transport
+from _quick_judge import Figure, Sample
+from _transport_ends import Case, bench
+from _transport_ssl_pair import socket_pair, ssl_pair
+from _yardsticks import chain_ms, loop_events_per_s, process_ms
+from prfaas.cache.hashing import PromptHashes, block_hashes
+from prfaas.config import load_deployment
+from prfaas.scheduler.plan import find_optimum
+from prfaas.security.certificates import make_certificates
+from prfaas.sim.arrivals import poisson
+from prfaas.sim.config import SimConfig
+from prfaas.sim.run import simulate as run_simulation
+from prfaas.studies.problem_files import Study
+from prfaas.studies.simulation_cases import routed_by
+from prfaas.transport.link import LinkOptions
+from prfaas.transport.workers.pool import default_workers
+
+_ECHO, _ECHO_TTFT = "requests/s of an HTTP echo", "TTFT of an HTTP echo"
+_CHAIN, _LOOP = "a chain of SHA-256", "a loop in Python"
+
+
+def _figures() -> Iterator[tuple[str, Figure]]:
+    for policy in gateway.POLICIES:
+        at = f"gateway.{policy}"
+        yield f"{at}.first", Figure(f"gateway, `{policy}`: first requests", "requests/s", _ECHO)
+        yield f"{at}.rate", Figure(f"gateway, `{policy}`: requests", "requests/s", _ECHO)
+        yield f"{at}.added", Figure(f"gateway, `{policy}`: added TTFT", "ms", _ECHO_TTFT)
+    yield "index.hash", Figure("block hashes of 32,768 tokens", "ms", _CHAIN)
+    yield "index.match", Figure("hash and match of 32,768 tokens", "ms", _CHAIN)
+    for policy in gateway.POLICIES:
+        yield f"simulator.{policy}", Figure(f"simulator, `{policy}`", "requests/s", _LOOP)
+    yield "transfer.checked", Figure("transfer with checksums", "GB/s", "a pair of sockets")
+    yield "transfer.tls", Figure("transfer with TLS", "GB/s", "a pair of `ssl` sockets")
+    yield "start.help", Figure("`prfaas --help`", "ms", "`python -c pass`")
+
+
+FIGURES: Mapping[str, Figure] = MappingProxyType(dict(_figures()))
+
+
+# The gateway --------------------------------------------------------------------------------------
+
+STARTS = 2  # each with gateways that know no speeds yet
+ROUNDS = 3  # of each start
+TOKENS = 1_000
+STREAMS = 32
+
+
+def measure_gateway() -> Iterator[Sample]:
+    """The nodes are much faster than their profile. The first requests show how soon a gateway
+    gives the next one to a node that has finished, before it has learned how fast the nodes are."""
+    requests = gateway.requests_of(TOKENS)
+    for _ in range(STARTS):
+        with (
+            tempfile.TemporaryDirectory() as name,
+            gateway.started(Path(name), gateway.POLICIES, None, 1) as targets,
+        ):
+
+            def load(target: str, streams: int, seconds: float) -> dict[str, float]:
+                with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                    run = runner.run(
+                        gateway.load(targets[target].ports, requests, streams, seconds)
+                    )
+                if run["errors"] or not run["answered"]:
+                    raise click.ClickException(f"{target}: {run['errors']} requests failed")
+                return run
+
+            def rate(policy: str, figure: str, seconds: float) -> Sample:
+                echo = load("direct", STREAMS, seconds / 2)["requests_per_s"]
+                served = load(policy, STREAMS, seconds)["requests_per_s"]
+                return Sample(f"gateway.{policy}.{figure}", served, echo)
+
+            for policy in gateway.POLICIES:
+                yield rate(policy, "first", 0.5)
+            for _ in range(ROUNDS):
+                for policy in gateway.POLICIES:
+                    yield rate(policy, "rate", 0.4)
+                    echo_ms = load("direct", 1, 0.15)["ttft_p50_ms"]
+                    added_ms = load(policy, 1, 0.3)["ttft_p50_ms"] - echo_ms
+                    yield Sample(f"gateway.{policy}.added", added_ms, echo_ms)
+
+
+# The index ----------------------------------------------------------------------------------------
+
+
+def measure_index() -> Iterator[Sample]:
+    manager, prompts, _ = index.build(100_000)
+    for tokens in prompts:
+        numbers = array("I", tokens)
+        data = np.array(tokens, dtype=np.uint32).tobytes()
+        yardstick_ms = chain_ms(data, 4 * index.BLOCK_TOKENS)
+        began_s = time.perf_counter()
+        block_hashes(numbers, index.BLOCK_TOKENS)
+        hashed_s = time.perf_counter()
+        found = manager.match(PromptHashes(tokens))
+        matched_s = time.perf_counter()
+        if max(match.attention_tokens for match in found.nodes.values()) != len(tokens):
+            raise click.ClickException("the index does not find a stored prompt")
+        yield Sample("index.hash", (hashed_s - began_s) * 1e3, yardstick_ms)
+        yield Sample("index.match", (matched_s - hashed_s) * 1e3, yardstick_ms)
+
+
+# The simulator ------------------------------------------------------------------------------------
+
+SIMULATED = 1_500
+SIMULATED_LOAD = 0.4  # of the planned capacity, so that no policy has a queue that grows
+
+
+def measure_simulator() -> Iterator[Sample]:
+    deployment = load_deployment(simulate.CASE_STUDY)
+    problem = Study(simulate.CASE_STUDY, "exact").problem(deployment)
+    load_rps = SIMULATED_LOAD * find_optimum(problem).capacity_rps
+    for seed in range(5):
+        arrivals = poisson(problem.workload, load_rps, SIMULATED, seed=seed)
+        for policy in gateway.POLICIES:
+            config = routed_by(policy, deployment.scheduler, SimConfig(replans=True))
+            yardstick = loop_events_per_s()
+            began_s = time.perf_counter()
+            run_simulation(problem, arrivals, config)
+            took_s = time.perf_counter() - began_s
+            yield Sample(f"simulator.{policy}", SIMULATED / took_s, yardstick)
+
+
+# Transfers ----------------------------------------------------------------------------------------
+
+TRANSFER_BYTES = 128 << 20
+
+
+def measure_transfers() -> Iterator[Sample]:
+    workers = default_workers()
+    segments = transport.chunk_segments("case-study-1t", TRANSFER_BYTES)
+    count = workers or LinkOptions().connections
+    checked = Case("checked", "1T hybrid", segments, count, checksums=True, tls=False)
+    tls = Case("tls", "1T hybrid", segments, count, checksums=False, tls=True)
+    with tempfile.TemporaryDirectory() as name:
+        certificates = make_certificates(Path(name))
+        with (
+            bench(certificates, checked.nbytes, workers) as runner,
+            socket_pair(TRANSFER_BYTES) as sockets,
+            ssl_pair(certificates, TRANSFER_BYTES) as secure,
+        ):
+            for _ in range(4):
+                for case, pair in ((checked, sockets), (tls, secure)):
+                    bare = max(speed.gigabytes_per_s for speed in pair.run().values())
+                    moved = runner.run(case).gigabytes_per_s
+                    yield Sample(f"transfer.{case.part}", moved, bare)
+
+
+# The command --------------------------------------------------------------------------------------
+
+
+def measure_start() -> Iterator[Sample]:
+    for _ in range(10):
+        yardstick_ms = process_ms(["-c", "pass"])
+        yield Sample("start.help", process_ms(["-m", "prfaas", "--help"]), yardstick_ms)
+
+
+# The first word of a figure's name is its part.
+PARTS: Mapping[str, Callable[[], Iterator[Sample]]] = MappingProxyType(
+    {
+        "gateway": measure_gateway,
+        "index": measure_index,
+        "simulator": measure_simulator,
+        "transfer": measure_transfers,
+        "start": measure_start,
+    }
+)
