@@ -36,9 +36,10 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_args, get_type_hints
 
@@ -103,6 +104,8 @@ rtt_ms = 0
 port = {port}
 plans = {plans}
 max_bodies_mb = 4096
+[gateway.timeouts]
+leave_s = 0
 """
 POLICY = """
 [scheduler]
@@ -373,11 +376,12 @@ def started(
     small = requests_of(100)[0]
 
     with ExitStack() as stack:
+        awaited: list[Callable[[], None]] = []
 
         def start(name: str, command: Sequence[str], port: int, request: bytes | None) -> int:
             log = folder / name
             child = stack.enter_context(process(command, log))
-            ready(port, child, log, request)
+            awaited.append(partial(ready, port, child, log, request))
             return child.pid
 
         def start_gateway(name: str, policy: str, port: int, plans: str) -> int:
@@ -408,6 +412,8 @@ def started(
                 *("--log-level", "error", "--prometheus-port", str(metrics_port)),
             ]
             targets["router"] = Target([port], [start("router", command, port, small)])
+        for is_ready in awaited:  # they start beside each other
+            is_ready()
         yield targets
 
 
