@@ -53,6 +53,7 @@ from _lost_modes import (
     step_checks,
 )
 from _lost_processes import World, running_world
+from prfaas.config.deployment import SchedulerSection
 from prfaas.demo.regions_case import RegionsCase
 from prfaas.demo.shared import Check
 from prfaas.display.console import console, print_json, rounded, run_benchmark
@@ -86,8 +87,8 @@ FLOOD_SCALES = (2.5, 1 / 32)
 )
 @click.option(
     "--policy",
-    type=click.Choice(["paper", "adaptive"]),
-    default="paper",
+    type=click.Choice(["adaptive", "paper"]),
+    default=SchedulerSection().policy,
     show_default=True,
     help="Routing policy.",
 )
