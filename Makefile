@@ -23,6 +23,7 @@
 # make docs        generate docs/configuration.md and docs/api.md from the schema
 # make dashboard   generate deploy/grafana/prfaas.json
 # make bench       all benchmarks, as JSON
+# make bench-quick speeds as ratios to yardsticks beside them; fails where one fell by a third
 # make bench-vllm  the connector compared with vLLM's NixlConnector, as JSON
 # make agree       two deployments, served and simulated on the same requests (needs an idle machine)
 # make setup       make the environment in .venv, or repair it
@@ -45,7 +46,8 @@ SIDE_BY_SIDE := --dist loadfile --numprocesses
 VLLM_VENV := .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
 
-.PHONY: setup demo up soak agree test test-slow test-gpu test-grid test-long test-vllm bench-vllm check lint \
+.PHONY: setup demo up soak agree test test-slow test-gpu test-grid test-long test-vllm bench-vllm \
+  bench-quick check lint \
   types format docs dashboard bench fuzz clean test-harnesses test-clients test-browser test-envoy \
   test-cluster test-kubernetes FORCE
 
@@ -257,6 +259,9 @@ bench: setup
 	$(BIN)/prfaas bench console
 	$(BIN)/prfaas bench simulate $(if $(TRACE),--trace $(TRACE))
 	$(if $(TRACE),$(BIN)/prfaas bench cache --trace $(TRACE) --model case-study-1t)
+
+bench-quick: setup
+	$(BIN)/prfaas bench quick
 
 FRAMES ?= 1000000
 MESSAGES ?= $(FRAMES)

@@ -1,7 +1,10 @@
 """What `bench/quick.py` compares this project's speeds with: work of the same nature that none of
 its code takes part in. A slow or busy machine slows both. What one process computes alone is
-measured in CPU time where it takes longer than a process's turn on a core. More yardsticks are elsewhere: the null
-node (`_null_node.py`) answers HTTP, and `_transport_ssl_pair.py` has pairs of sockets."""
+measured in CPU time where it takes longer than a process's turn on a core.
+
+More yardsticks are elsewhere: the null node (`_null_node.py`) answers HTTP, and
+`_transport_ssl_pair.py` has pairs of sockets.
+"""
 
 from __future__ import annotations
 
