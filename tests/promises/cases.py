@@ -3,8 +3,9 @@
 A case is plain data that knows neither the simulator nor a gateway; `cases` is the hypothesis
 strategy that draws it. The simulated tests run it through `sim_cases`, the live ones through
 processes. It is relative where the two differ: events begin and end at shares of the duration of
-the traffic, rates are parts of the rate that each home is planned for, and paces and the factors of
-events multiply what the profiles and the links state. So the caller chooses how long a case takes.
+the traffic, rates are parts of about what the nodes of a home carry by their profiles, and paces
+and the factors of events multiply what the profiles and the links state. So the caller chooses how
+long a case takes.
 
     case.deployment.clusters    PD clusters first; nodes are named CLUSTER-NUMBER, prefill first
     case.deployment.links       hand-offs (PrfaaS to PD), copies (PD to PrfaaS), PD to PD
@@ -37,7 +38,7 @@ EventKind: TypeAlias = Literal[
     "slow",  # a node's prefills take `factor` times as long
     "link_cut",
     "link_thin",  # the link has the part `factor` of its bandwidth
-    "flood",  # a home sends `factor` times its planned rate
+    "flood",  # a home sends `factor` times its rate
     "gateway_killed",  # and started again; the simulator has no gateway to kill
 ]
 
@@ -127,7 +128,7 @@ class HomeTraffic:
     """The requests that arrive at one PD cluster."""
 
     home: str
-    rate: float  # part of the rate that the home is planned for
+    rate: float  # part of the rate that the home carries by its profiles
     lengths: Lengths
     reuse: float  # part of the prompts that continue an earlier one
 
@@ -226,7 +227,7 @@ def _event(draw: st.DrawFn, deployment: DeploymentCase, *, live: bool) -> EventC
         "node_lost": nodes,
         "cluster_lost": [cluster.name for cluster in clusters],
         "drained": [cluster.name for cluster in clusters],
-        "slow": nodes,
+        "slow": [node for node in nodes if deployment.pace(node) < 2],
         "link_cut": links,
         "link_thin": links,
         "flood": homes,
@@ -237,7 +238,7 @@ def _event(draw: st.DrawFn, deployment: DeploymentCase, *, live: bool) -> EventC
     what = draw(st.sampled_from(targets[kind]))
     factors: dict[EventKind, tuple[float, ...]] = {
         "slow": (SLOWEST, 5.0),
-        "link_thin": (0.1, 0.02, 0.5),
+        "link_thin": (0.1, 0.02, 0.3),
         "flood": (3.0, 2.0),
     }
     at = draw(_SHARES)
@@ -283,7 +284,7 @@ def _lines(case: Case) -> Iterator[str]:
     for link in deployment.links:
         yield f"  link {link_name(link)}: {link.gbps:g} Gbit/s, {link.rtt_ms:g} ms"
     for home in case.traffic:
-        rate = f"{home.rate:g} of the planned rate"
+        rate = f"{home.rate:g} of what it carries"
         yield f"  traffic at {home.home}: {rate}, {home.lengths} prompts, reuse {home.reuse:g}"
     for event in case.events:
         until = "for ever" if event.until is None else f"until {event.until:g}"

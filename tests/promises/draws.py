@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from hypothesis import settings
 from hypothesis import seed as hypothesis_seed
+from hypothesis import settings
 
 SIMULATED_OF_CHUNK, LIVE_OF_CHUNK = 50, 5
 RARELY = 20  # of so many simulated cases there is one in the tests that run a case several times

@@ -18,7 +18,6 @@ from prfaas.planner.network.problem import Home, NetworkProblem
 from prfaas.planner.problem import Local, Path, Pool, Problem, Remote
 from prfaas.planner.profile import DecodeRate, PrefillProfile
 from prfaas.planner.workload import Workload
-from prfaas.scheduler.homes.plans import planned_rps
 from prfaas.scheduler.request import Route
 from prfaas.scheduler.view import LinkId
 from prfaas.scheduler.waiting import Hold
@@ -43,7 +42,7 @@ from prfaas.types import BlockHash, ClusterId, NodeId
 from tests.planner.builders import profile
 from tests.promises.cases import PROMPT_TOKENS, Case, DeploymentCase, EventCase, HomeTraffic
 
-SPEC = KVSpec((FullAttention("full0", (0,), 10_000), LinearState("linear0", (1,), 50_000)))
+SPEC = KVSpec((FullAttention("full0", (0,), 4_000), LinearState("linear0", (1,), 50_000)))
 FAR, NEAR = (
     profile((64, 0.02), (1000, 0.15), (8000, 1.6)),
     profile((64, 0.05), (1000, 0.45), (8000, 5.0)),
@@ -53,7 +52,9 @@ DECODE = DecodeRate(8, 0.02)
 OUTPUT_TOKENS = 30
 BLOCK_TOKENS = 64
 SECONDS = 60.0  # of traffic, unless that is too few or too many requests
-REQUESTS = (60, 240)
+REQUESTS = (60, 160)
+# No request ends for so long only where none can. The longest prefill takes 100 s.
+HOPELESS_S = 900.0
 _ERROR = EstimateError("estimated", (("prefill", 0.5),), 0.2)
 
 
@@ -198,11 +199,10 @@ def is_idle(node: SimNode) -> bool:
 
 
 def run_case(case: Case) -> Run:
-    network = network_of(case)
-    arrivals, seconds = arrivals_of(case, network)
-    config = config_of(case, network, seconds)
-    world = Watched(network, arrivals, config)
-    result = run(world, arrivals)
+    arrivals, seconds = arrivals_of(case)
+    config = config_of(case, seconds)
+    world = Watched(network_of(case), arrivals, config)
+    result = run(world, arrivals, hopeless_s=HOPELESS_S)
     left = world.end()
     return Run(
         case, config, result.requests, seconds, world.dispatched, world.landed, world.idle, left
@@ -252,14 +252,22 @@ def _workload(traffic: HomeTraffic) -> Workload:
     return Workload(new, np.zeros(len(new)), np.full(len(new), 1 / len(new)), OUTPUT_TOKENS)
 
 
-def arrivals_of(case: Case, network: NetworkProblem) -> tuple[Arrivals, float]:
+def carried_rps(case: Case, traffic: HomeTraffic) -> float:
+    """About the rate that a home can carry by its profiles, with its part of the PrfaaS nodes."""
+    deployment = case.deployment
+    home, tokens = deployment.cluster(traffic.home), _workload(traffic).new
+    near = home.prefill or home.decode or 1  # without a prefill node, the others serve alone
+    rate = near / float(NEAR.seconds(tokens).mean())
+    for far in deployment.prfaas if case.policy != "local" else ():
+        reached = [link.target for link in deployment.links if link.source == far.name]
+        if home.name in reached:
+            rate += far.prefill / len(reached) / float(FAR.seconds(tokens).mean())
+    return rate
+
+
+def arrivals_of(case: Case) -> tuple[Arrivals, float]:
     """The requests of every home, and the seconds in which they arrive."""
-    # Where no node prefills, nodes that decode serve alone, which no plan counts on.
-    planned = planned_rps(network, case.policy) or float(len(network.homes))
-    rates = {
-        traffic.home: traffic.rate * home.share * planned
-        for traffic, home in zip(case.traffic, network.homes, strict=True)
-    }
+    rates = {one.home: one.rate * carried_rps(case, one) for one in case.traffic}
     total = sum(rates.values())
     seconds = min(max(SECONDS * total, REQUESTS[0]), REQUESTS[1]) / total
     parts = []
@@ -320,7 +328,7 @@ def _reuses(case: Case) -> bool:
     return any(traffic.reuse for traffic in case.traffic)
 
 
-def config_of(case: Case, network: NetworkProblem, seconds: float) -> SimConfig:
+def config_of(case: Case, seconds: float) -> SimConfig:
     homes = {home.name for home in case.deployment.homes}
     round_trips = {
         (ClusterId(link.source), ClusterId(link.target)): link.rtt_ms / 1e3

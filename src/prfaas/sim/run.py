@@ -32,7 +32,11 @@ def simulate(
 
 
 def run(
-    world: World, arrivals: Arrivals, *, progress: Callable[[float], None] | None = None
+    world: World,
+    arrivals: Arrivals,
+    *,
+    progress: Callable[[float], None] | None = None,
+    hopeless_s: float = _HOPELESS_S,
 ) -> Result:
     """The same for a world that the caller has made for these arrivals."""
     schedule_changes(world, float(arrivals.at_s[-1]))
@@ -46,7 +50,7 @@ def run(
         arrive(index)
         if progress is not None and index % every == 0:
             progress(index / count)
-    _finish(world)
+    _finish(world, hopeless_s)
     if progress is not None:
         progress(1.0)
     for link in world.links.values():
@@ -74,7 +78,7 @@ def run(
     )
 
 
-def _finish(world: World) -> None:
+def _finish(world: World, hopeless_s: float) -> None:
     """Runs until every request has ended. A deployment that can never answer some requests (every
     prefill node is lost for good) would report for ever. Therefore the run also ends when no
     request has ended for a long time after the last scheduled change."""
@@ -83,7 +87,7 @@ def _finish(world: World) -> None:
     recoveries = [fault.until_s for fault in config.faults if fault.until_s < inf]
     progress_s = max([events.now_s, *changes, *recoveries])
     left = world.in_flight
-    while world.in_flight and events.now_s < progress_s + _HOPELESS_S:
+    while world.in_flight and events.now_s < progress_s + hopeless_s:
         events.run_before(events.now_s + config.report_interval_s)
         if world.in_flight != left:
             left, progress_s = world.in_flight, max(progress_s, events.now_s)
