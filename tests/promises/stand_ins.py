@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -27,6 +28,7 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
+from prfaas.cache.hashing import block_hashes
 from prfaas.contracts import kv_transfer_params
 from prfaas.contracts.kv_transfer_params import RemoteDecode, RemotePrefill
 from prfaas.contracts.kvd_api import (
@@ -41,6 +43,8 @@ from prfaas.contracts.kvd_api import (
     OpenTransfer,
     PoolCounters,
     PoolReport,
+    PrefixPulled,
+    PullPrefix,
     PutRecord,
     RecordPut,
     Role,
@@ -49,12 +53,13 @@ from prfaas.contracts.kvd_api import (
     shapes_of,
 )
 from prfaas.contracts.openai import Error, ErrorBody
+from prfaas.kvd.events import EventLog
 from prfaas.kvd.planning_lease import decide, first_promise
 from prfaas.kvd.planning_records import PlanningRecords
 from prfaas.kvd.role import compare_and_set
 from prfaas.kvspec import FullAttention, KVSpec
 from prfaas.tracing.context import TRACEPARENT
-from prfaas.types import Compat, Grant, LinkStats, NodeId, TransferId
+from prfaas.types import BlockHash, Compat, Grant, HashEvent, LinkStats, NodeId, TransferId
 
 MODEL = "stand-in"
 PORT = 9100
@@ -82,6 +87,49 @@ class State:
         seed = self._digest.digest()
         found = (hashlib.sha256(seed + n.to_bytes(4, "big")).digest()[:4] for n in range(count))
         return [int.from_bytes(four, "big") % LARGEST_TOKEN for four in found]
+
+
+class Prefixes:
+    """The prefixes that a host holds: the state after each of their blocks. Nothing is evicted."""
+
+    def __init__(self, node: str) -> None:
+        self._node = NodeId(node)
+        self._states: dict[bytes, State] = {}
+        self.events = EventLog(uuid.uuid4().hex)
+
+    def match(self, hashes: Sequence[bytes]) -> tuple[int, State]:
+        """How many tokens of these blocks it holds, and the state after them."""
+        held = list(itertools.takewhile(self._states.__contains__, hashes))
+        return len(held) * BLOCK_TOKENS, self._states[held[-1]] if held else State()
+
+    def states(self, hashes: Sequence[bytes]) -> dict[bytes, State]:
+        return {name: self._states[name] for name in hashes if name in self._states}
+
+    def add(self, states: Mapping[bytes, State]) -> None:
+        new = tuple(name for name in states if name not in self._states)
+        self._states.update(states)
+        if new:
+            seq = self.events.next_seq(self._node)
+            stored = HashEvent(seq, self._node, _GROUP, BLOCK_TOKENS, new, "stored")
+            self.events.add(self._node, [stored])
+
+    async def page(self, since: int, wait_s: float) -> EventPage:
+        if since >= 0:
+            await self.events.wait(self._node, since, wait_s)
+        held = {_GROUP: [BlockHash(name) for name in self._states]}
+        return self.events.page(self._node, since, held)
+
+
+def compute(
+    prompt: Sequence[int], hashes: Sequence[bytes], done: int, state: State
+) -> tuple[State, dict[bytes, State]]:
+    """The state after the whole prompt, and those after its blocks, from the state after `done` of
+    its tokens."""
+    blocks: dict[bytes, State] = {}
+    for name in hashes[done // BLOCK_TOKENS :]:
+        state = blocks[name] = state.after(prompt[done : done + BLOCK_TOKENS])
+        done += BLOCK_TOKENS
+    return state.after(prompt[done:]), blocks
 
 
 def expected_tokens(prompt: Sequence[int], count: int) -> list[int]:
@@ -264,7 +312,7 @@ class Host:
 
     def _forget(self) -> None:
         """A new process has nothing of the former one."""
-        self._instance = uuid.uuid4().hex
+        self.prefixes = Prefixes(self.name)
         self._role = Role()
         self._records = PlanningRecords()
         self._promise = first_promise(time.monotonic())
@@ -356,7 +404,7 @@ class Host:
         )
         report = KvdReport(
             node=NodeId(self.name),
-            instance=self._instance,
+            instance=self.prefixes.events.instance,
             data_address=self.data_address,
             role=self._role,
             engines=(EngineReport(f"engine-{self.name}", self.url, 1),),
@@ -366,18 +414,39 @@ class Host:
             held_leases=leases,
             arrivals=ArrivalCounters(states["granted"], 0, 0, 0, 0, 0),
             links=tuple(self._world.link_reports(self)),
-            next_seq={NodeId(self.name): 0},
+            next_seq={NodeId(self.name): self.prefixes.events.next_seq(NodeId(self.name))},
             records=tuple(self._records),
         )
         return _json(report)
 
     async def _events(self, request: web.BaseRequest) -> web.Response:
-        """The pool keeps no prefix, so there is never an event."""
         since, wait_s = int(request.query["since"]), float(request.query.get("wait_s", 0))
-        if since >= 0:
-            await asyncio.sleep(wait_s)
-            return _json(EventPage(NodeId(self.name), self._instance, 0))
-        return _json(EventPage(NodeId(self.name), self._instance, 0, snapshot={}))
+        return _json(await self.prefixes.page(since, wait_s))
+
+    async def _pull(self, request: web.BaseRequest) -> web.Response:
+        """Copies a prefix; the source sends while it lives."""
+        asked = await _read(request, PullPrefix)
+        source = next(h for h in self._world.hosts.values() if h.url == asked.source)
+        here, _ = self.prefixes.match(asked.hashes)
+        there = 0 if source.is_lost else source.prefixes.match(asked.hashes)[0]
+        if there <= here:
+            return _json(PrefixPulled(here, 0))
+        nbytes = _SPEC.kv_bytes(there, here)
+        states = source.prefixes.states(asked.hashes[: there // BLOCK_TOKENS])
+
+        def is_wanted() -> bool:
+            return not (self.is_lost or source.is_lost)
+
+        link = self._world.link(source, self)
+        try:
+            async with asyncio.timeout(asked.within_s):
+                arrived = await link.carry(source.name, self.data_address, nbytes, is_wanted)
+        except TimeoutError:
+            arrived = False
+        if not arrived:
+            return _json(KvdErrorBody("failed", "the prefix did not arrive"), 502)
+        self.prefixes.add(states)
+        return _json(PrefixPulled(there, nbytes))
 
     async def _get_role(self, request: web.BaseRequest) -> web.Response:
         return _json(self._role)
@@ -411,8 +480,10 @@ class Host:
             return _json(KvdErrorBody("ended", "aborted before it was opened"), 409)
         known = self._incoming.get(name)
         if known is None:
-            nbytes = _bytes_of(asked.handoff_tokens)
-            grant = Grant(name, uuid.uuid4().hex, self.data_address, {}, nbytes, 60.0)
+            held, _ = self.prefixes.match(asked.hashes)
+            nbytes = _SPEC.kv_bytes(asked.handoff_tokens, held)
+            skip = {_GROUP: held}
+            grant = Grant(name, uuid.uuid4().hex, self.data_address, skip, nbytes, 60.0)
             trace = request.headers.get(TRACEPARENT, "")
             known = self._incoming[name] = Transfer(grant, asked, self.name, trace)
             self._books.transfers[name] = known
@@ -464,8 +535,15 @@ class Host:
         finally:
             work.end = work.end or "cancelled"
 
-    async def _compute(self, tokens: int, work: Work) -> None:
-        """In the order of arrival, one prompt after the other."""
+    async def _compute(
+        self, prompt: Sequence[int], body: dict[str, Any], work: Work, most: int | None = None
+    ) -> tuple[State, dict[bytes, State], int]:
+        """The state after the prompt, those after its blocks, and how many of its tokens were
+        cached. One prompt after the other, in the order of arrival."""
+        hashes = block_hashes(prompt, BLOCK_TOKENS, salt=body.get("cache_salt", ""))
+        cached, state = self.prefixes.match(hashes)
+        if most is not None and len(prompt) - cached > most:
+            raise _Refused(424, "transfer_lost", "less of the prompt is cached here")
         self._prefills_waiting += 1
         try:
             await self._engine.acquire()
@@ -474,25 +552,31 @@ class Host:
         self._prefilling += 1
         try:
             work.begun_s = time.monotonic()
-            await asyncio.sleep(self.pace.prefill_s(tokens) * self.pace.slowness)
+            await asyncio.sleep(self.pace.prefill_s(len(prompt) - cached) * self.pace.slowness)
         finally:
             self._prefilling -= 1
             self._engine.release()
+        after, blocks = compute(prompt, hashes, cached, state)
+        blocks = {**self.prefixes.states(hashes), **blocks}
+        self.prefixes.add(blocks)
+        return after, blocks, cached
 
     async def _prefill(
         self, body: dict[str, Any], half: RemoteDecode, work: Work
     ) -> web.StreamResponse:
         work.transfer = half.grant.transfer_id
-        await self._compute(half.handoff_tokens, work)
+        prompt = body["prompt"][: half.handoff_tokens]
+        state, blocks, cached = await self._compute(prompt, body, work)
         target = self._world.at_data_address(half.grant.data_address)
-        state = State().after(body["prompt"][: half.handoff_tokens])
-        task = asyncio.create_task(self._send(half.grant, target, state))
+        task = asyncio.create_task(self._send(half.grant, target, state, blocks))
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
-        usage = _usage(len(body["prompt"]), 1)
+        usage = _usage(len(prompt), 1, cached)
         return _json({"id": work.request, "object": "text_completion", "choices": [], **usage})
 
-    async def _send(self, grant: Grant, target: Host, state: State) -> None:
+    async def _send(
+        self, grant: Grant, target: Host, state: State, blocks: Mapping[bytes, State]
+    ) -> None:
         received = target.receives(grant.transfer_id)
         if received is None or received.state != "granted" or received.grant.token != grant.token:
             return
@@ -507,6 +591,7 @@ class Host:
         link, peer = self._world.link(self, target), target.data_address
         if await link.carry(self.name, peer, grant.max_bytes, is_wanted) and is_wanted():
             received.arrived = state
+            target.prefixes.add(blocks)
             received.move("committed")
 
     async def _decode(
@@ -527,11 +612,8 @@ class Host:
             work.begun_s = time.monotonic()
         else:
             attached = None
-            most = asked.get("max_computed_tokens")
-            if asked.get("do_remainder") and most is not None and len(prompt) > most:
-                raise _Refused(424, "transfer_lost", "less of the prompt is cached here")
-            await self._compute(len(prompt), work)
-            state = State().after(prompt)
+            most = asked.get("max_computed_tokens") if asked.get("do_remainder") else None
+            state, _, _ = await self._compute(prompt, body, work, most)
         self._decoding += 1
         try:
             return await self._generate(request, body, state, work)
@@ -594,9 +676,11 @@ _PATHS: dict[tuple[str, str], _Handler] = {
     ("GET", "/v1/records"): Host._record,
     ("POST", "/v1/records"): Host._put_record,
     ("POST", "/v1/open"): Host._open,
+    ("POST", "/v1/pull"): Host._pull,
 }
 _LAYER_BYTES = 50  # of a token
-_SPEC = KVSpec((FullAttention("full", (0, 1), _LAYER_BYTES),))
+_GROUP = "full"
+_SPEC = KVSpec((FullAttention(_GROUP, (0, 1), _LAYER_BYTES),))
 _SHAPES = shapes_of(_SPEC)
 _COMPAT = Compat(MODEL, "stand-in", "bfloat16", "float32", BLOCK_TOKENS, "canonical")
 
@@ -677,10 +761,6 @@ class World:
                 await host.lose()
 
 
-def _bytes_of(tokens: int) -> int:
-    return int(_SPEC.kv_bytes(tokens))
-
-
 async def _read(request: web.BaseRequest, kind: type[M]) -> M:
     return msgspec.json.decode(await request.read(), type=kind)
 
@@ -699,7 +779,7 @@ def _choice(tokens: Sequence[int], reason: str | None) -> dict[str, Any]:
     return {"index": 0, "text": text, "token_ids": tokens, "finish_reason": reason}
 
 
-def _usage(prompt_tokens: int, tokens: int) -> dict[str, Any]:
+def _usage(prompt_tokens: int, tokens: int, cached: int = 0) -> dict[str, Any]:
     usage = {"prompt_tokens": prompt_tokens, "completion_tokens": tokens}
-    details = {"prompt_tokens_details": {"cached_tokens": 0}}
+    details = {"prompt_tokens_details": {"cached_tokens": cached}}
     return {"usage": {**usage, "total_tokens": prompt_tokens + tokens, **details}}
