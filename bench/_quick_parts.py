@@ -85,7 +85,7 @@ def measure_gateway() -> Iterator[Sample]:
                 return run
 
             def rate(policy: str, figure: str, seconds: float) -> Sample:
-                echo = load("direct", STREAMS, seconds / 2)["requests_per_s"]
+                echo = load("direct", STREAMS, seconds)["requests_per_s"]
                 served = load(policy, STREAMS, seconds)["requests_per_s"]
                 return Sample(f"gateway.{policy}.{figure}", served, echo)
 
@@ -94,7 +94,7 @@ def measure_gateway() -> Iterator[Sample]:
             for _ in range(ROUNDS):
                 for policy in gateway.POLICIES:
                     yield rate(policy, "rate", 0.2)
-                    echo_ms = load("direct", 1, 0.1)["ttft_p50_ms"]
+                    echo_ms = load("direct", 1, 0.2)["ttft_p50_ms"]
                     added_ms = load(policy, 1, 0.2)["ttft_p50_ms"] - echo_ms
                     yield Sample(f"gateway.{policy}.added", added_ms, echo_ms)
 
