@@ -9,6 +9,8 @@
 # make test-clients    OpenAI's clients in Python and JavaScript against the gateway (needs npm)
 # make test-browser    the console and the reports in a real browser (needs Debian's chromium and
 #                  chromium-driver); PICTURES=docs/img renews the pictures of the documents
+# make promises    2,000 drawn cases in the simulator, 100 with real gateways, and floods, with a new
+#                  seed (CASES=2000 LIVE=100 SEED=)
 # make test-envoy      the gateways behind a real Envoy, in an environment of its own
 # make test-cluster    studies on a Ray and a Dask cluster of two nodes, in its own environment
 # make test-kubernetes  the image, and the pods of rendered manifests with podman, as root
@@ -49,7 +51,7 @@ VLLM_READY := $(VLLM_VENV)/.ready
 .PHONY: setup demo up soak agree test test-slow test-gpu test-grid test-long test-vllm bench-vllm \
   bench-quick check lint \
   types format docs dashboard bench fuzz clean test-harnesses test-clients test-browser test-envoy \
-  test-cluster test-kubernetes FORCE
+  test-cluster test-kubernetes promises FORCE
 
 setup: $(READY)
 
@@ -87,13 +89,13 @@ up: setup
 	$(BIN)/prfaas up
 
 test: setup
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) 3 -m 'not slow and not grid and not gpu'
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) 3 -m 'not slow and not grid and not gpu and not promises'
 
 # Only the files with such tests are collected. A mark outside a test file counts for its folder.
 SLOW_TESTS = $(shell grep -rlE 'mark\.slow\b' tests --include='*.py' | grep -v '^tests/vllm/' \
   | sed -E '/\/test_[^\/]*$$/!s,/[^/]*$$,,' | sort -u)
 test-slow: setup
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) 3 -m 'slow and not grid' $(SLOW_TESTS)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) 3 -m 'slow and not grid and not promises' $(SLOW_TESTS)
 
 # Not with the environment of `make setup`, which has torch for CPUs, and without a network: with
 # the machine's own torch and pytest, and with the folder GPU_PACKAGES for packages that it does not
@@ -106,8 +108,20 @@ test-gpu:
 	  -c /dev/null --rootdir=. --noconftest -p no:cacheprovider $(GPU_TESTS)
 
 test-grid: setup $(VLLM_READY)
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) 2 -m grid
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) 2 -m 'grid and not promises'
 	$(VLLM_VENV)/bin/python -m pytest tests/vllm -m grid
+
+# Cases that nobody has thought of. Chunks of them are tests of their own, and the processes take
+# them from each other.
+CASES ?= 2000
+LIVE ?= 100
+SEED ?=
+PROCESSES ?= auto
+DRAWN_TESTS = $(wildcard tests/promises/test_drawn_cases*.py tests/promises/test_floods.py)
+promises: setup
+	@seed=$(or $(SEED),$$(date +%s)); echo "make promises SEED=$$seed CASES=$(CASES) LIVE=$(LIVE)"; \
+	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist worksteal -m 'not slow and not grid' \
+	  --seed $$seed --cases $(CASES) --live $(LIVE) $(DRAWN_TESTS)
 
 # The parts run one after the other, also under `make -j`.
 test-long:
