@@ -19,9 +19,9 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ ENGINE_S = 5.0  # the most that the prompts of a home take, one after the other
 OUTPUT_TOKENS = 6
 # Requests of homes that nobody is promised to serve are given up so long after all others.
 UNSERVED_S = 1.0
+AFTERWARDS = 3  # requests of a home after the restart that follows a drain
 LOOK_S = 0.05
 OPERATOR, MEMBER = "the-operator-key-of-the-case", "the-member-key-of-the-case"
 TENANTS = {"calm": "the-key-of-the-calm-tenant", "flood": "the-key-of-the-flooding-tenant"}
@@ -373,6 +374,7 @@ class _Player:
                     await asyncio.to_thread(run.process.ready, GatewayReady)
                 await self._until(self._all_alive(present), "all nodes are alive")
                 await self._send_traffic()
+                await self._remember_drains()
                 left = await self._settle()
                 await self._read_accounts()
                 await asyncio.gather(
@@ -435,8 +437,12 @@ class _Player:
             if waiting is not None:
                 await waiting
         await asyncio.gather(*happening)
-        served = [asking[one.id] for one in self._asked if one.home in self._serving]
-        await asyncio.gather(*served)
+        await self._wait_for(asking)
+
+    async def _wait_for(self, asking: Mapping[str, asyncio.Task[None]]) -> None:
+        """Those that nobody is promised to serve leave soon after the others have ended."""
+        serving = [asking[o.id] for o in self._asked if o.home in self._serving and o.id in asking]
+        await asyncio.gather(*serving)
         others = [task for task in asking.values() if not task.done()]
         if others:
             wait_s = UNSERVED_S if self._serving else PATIENCE_S
@@ -444,6 +450,27 @@ class _Player:
             for task in others:
                 task.cancel()
             await asyncio.gather(*others, return_exceptions=True)
+
+    async def _remember_drains(self) -> None:
+        """Where a cluster is still drained, every gateway is lost once more, and asked again."""
+        if not any(drain.returned_s == float("inf") for drain in self.drains):
+            return
+        asking = {}
+        for home in self._urls:
+            await self._kill(home)
+            await self._restart(home)
+        for home in self._case.deployment.homes:
+            for number in range(AFTERWARDS):
+                former = [one for one in self._asked if one.home == home.name and one.is_valid]
+                if former:
+                    one = replace(
+                        random.Random(number).choice(former),
+                        **{"id": f"{self._case.seed}-{home.name}-{number}", "leaves_s": None},
+                        **{"tokens": [], "end": "", "problem": "", "status": 0},
+                    )
+                    self._asked.append(one)
+                    asking[one.id] = asyncio.create_task(self._ask(one))
+        await self._wait_for(asking)
 
     def _happens(
         self, event: EventCase, tasks: list[asyncio.Task[None]]
