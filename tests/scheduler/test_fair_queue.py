@@ -295,6 +295,30 @@ def test_refusals_of_one_tenant_do_not_stop_another() -> None:
     room.check()
 
 
+def test_a_blocked_tenant_is_not_retried_and_does_not_stop_another() -> None:
+    room: WaitingRoom[str] = WaitingRoom()
+    full = {"east"}
+    room.is_blocked = lambda cluster, tenant, work_s: cluster == FAR and tenant in full
+    for number in range(3):
+        room.put(f"east-{number}", hold(precedence=0.0), "east")
+        room.put(f"west-{number}", hold(precedence=1.0), "west")
+    assert room.wanting(FAR) == ["west"]
+    assert not room.others_are_before(FAR, "west")
+    tried: list[str] = []
+
+    def dispatch(item: str) -> None:
+        tried.append(item)
+        room.record_dispatch(FAR, 1.0, item.split("-")[0])
+
+    room.retry(dispatch, lambda cluster: True)
+    assert tried == ["west-0", "west-1", "west-2"]
+    assert room.wanting(FAR) == [] and room.count(FAR, "east") == 3
+    full.clear()
+    room.retry(dispatch, lambda cluster: True)
+    assert len(room) == 0
+    room.check()
+
+
 def test_refusals_of_many_tenants_are_bounded() -> None:
     room: WaitingRoom[str] = WaitingRoom()
     for tenant in range(50):

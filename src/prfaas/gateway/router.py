@@ -24,11 +24,12 @@ from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.homes.decisions import Decisions
 from prfaas.gateway.homes.fair_access import FairAccess
 from prfaas.gateway.homes.home_turns import HomeTurns
-from prfaas.gateway.placement import PlacementRequest, tenant_of
+from prfaas.gateway.placement import PlacementRequest, home_of, tenant_of
 from prfaas.gateway.short_term_log import ShortTermLog
 from prfaas.gateway.tenants import Tenants
 from prfaas.scheduler.explain import Explanation
-from prfaas.scheduler.options import estimated_bps
+from prfaas.scheduler.homes.fair_shares import link_keeps_waiting
+from prfaas.scheduler.options import estimated_bps, link_drain_s
 from prfaas.scheduler.plan import Plan
 from prfaas.scheduler.request import Request
 from prfaas.scheduler.sets import Choice
@@ -104,6 +105,7 @@ class Router:
             self._serving_homes = [own, *(others if self.rules.decode_elsewhere else ())]
         self._shares = shares
         self.waiting_room.share = shares.weight
+        self.waiting_room.is_blocked = self._is_blocked
         self._decisions.round_trips = round_trips
 
     async def place(self, placement: PlacementRequest, patience_s: float) -> Booking:
@@ -168,7 +170,9 @@ class Router:
         state = self.states[found.decode_cluster]
         hold = self._fair_holds.find(placement, found, state)
         if hold is None and self._shares is not None and found.offloaded:
-            hold = self._shares.find_hold(placement, found, now)
+            link_id = (found.cluster, found.decode_cluster)
+            drain_s = link_drain_s(link_id, choice.view.links[link_id], state)
+            hold = self._shares.find_hold(placement, found, now, drain_s)
         if hold is not None:
             return hold
         manager.observe(placement.prompt, match, now)
@@ -228,6 +232,14 @@ class Router:
             homes = [cluster] if cluster in self.states else self._fleet.homes
             return any(self._fair_holds.can_decode(home) for home in homes)
         return cluster in self.states and self._decisions.has_room_in_a_set(cluster)
+
+    def _is_blocked(self, cluster: ClusterId, queue: str, work_s: float) -> bool:
+        """Whether a request that waits for the cluster waits for the link from there."""
+        home = home_of(queue)
+        state, link_id = self.states.get(home), (cluster, home)
+        if state is None:
+            return False
+        return link_keeps_waiting(work_s, link_id, self._fleet.board.link(link_id), state)
 
     def explain(
         self, request: Request, prompt: PromptHashes, home: ClusterId

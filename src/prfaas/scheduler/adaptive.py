@@ -26,7 +26,7 @@ from prfaas.scheduler.options import (
     PrefixSource,
     alone_option,
     best_option,
-    estimated_bps,
+    link_drain_s,
     prefix_across,
     prefix_within,
 )
@@ -109,8 +109,7 @@ def _link_price_s(
     for a minute the mean time to first token was up to 4% higher with the price."""
     link_id = (option.cluster, view.local.cluster)
     link = view.links[link_id]
-    drain_s = link.pending_bytes * 8 / estimated_bps(link_id, link, state)
-    wait_s = drain_s - (option.end_s - view.now_s)
+    wait_s = link_drain_s(link_id, link, state) - (option.end_s - view.now_s)
     if wait_s <= 0:
         return 0.0
     costs, tokens = view.costs, request.prompt_tokens
@@ -227,4 +226,4 @@ def _link_has_room(
     known = state.links.get(link_id)
     if link is None or (known is not None and known.health.verdict is not LinkVerdict.CLEAR):
         return False
-    return link.pending_bytes * 8 / estimated_bps(link_id, link, state) < 1.0
+    return link_drain_s(link_id, link, state) < 1.0

@@ -364,6 +364,11 @@ def estimated_bps(link_id: LinkId, link: LinkView, state: ShortTermState) -> flo
     return link.capacity_bps if known is None or known.bps is None else known.bps
 
 
+def link_drain_s(link_id: LinkId, link: LinkView, state: ShortTermState) -> float:
+    """Seconds until the link has sent what was dispatched to it."""
+    return link.pending_bytes * 8 / estimated_bps(link_id, link, state)
+
+
 def handoff_bps(option: Option, view: View, state: ShortTermState) -> float:
     """Bandwidth from the option's cluster to the decode cluster."""
     if option.cluster == view.local.cluster:

@@ -124,6 +124,10 @@ def equal_shares(cluster: ClusterId, tenant: str) -> float:
     return 1.0
 
 
+def never_blocked(cluster: ClusterId, tenant: str, work_s: float) -> bool:
+    return False
+
+
 class WaitingRoom(Generic[T]):
     """The held requests of one router. Each item is in one queue at a time."""
 
@@ -133,6 +137,9 @@ class WaitingRoom(Generic[T]):
         # Tenants may have unequal shares of clusters, each above 0, which multiply their weights in
         # `work_before`. Whoever records a dispatch divides its work by the share.
         self.share: Callable[[ClusterId, str], float] = equal_shares
+        # Whether a tenant's item with this work need not be retried now, although the cluster has
+        # room: it waits for something else on the way there.
+        self.is_blocked: Callable[[ClusterId, str, float], bool] = never_blocked
         self._queues: dict[ClusterId | None, dict[str, _TenantQueue[T]]] = {}
         self._clocks: dict[ClusterId | None, FairClock] = {}
         self._work: dict[ClusterId, HeldWork] = {}
@@ -182,6 +189,18 @@ class WaitingRoom(Generic[T]):
         """The tenants whose requests wait for the cluster."""
         return self._queues.get(cluster, {}).keys()
 
+    def wanting(self, cluster: ClusterId) -> list[str]:
+        """Those of them whose first request would go now if the cluster had room."""
+        blocked = self._blocked(cluster)
+        return [tenant for tenant in self.tenants(cluster) if tenant not in blocked]
+
+    def _blocked(self, cluster: ClusterId | None) -> list[str]:
+        """The tenants whose first item is blocked."""
+        if cluster is None:
+            return []
+        queues = self._queues.get(cluster, {})
+        return [t for t, queue in queues.items() if self.is_blocked(cluster, t, queue.heap[0][2])]
+
     def put(self, item: T, hold: Hold, tenant: str = "") -> None:
         self._serial += 1
         self._count += 1
@@ -220,7 +239,8 @@ class WaitingRoom(Generic[T]):
         has_room: Callable[[ClusterId], bool],
         on_placed: Callable[[T], None] | None = None,
     ) -> None:
-        """Retries the waiting items, queue by queue, as long as the queue's cluster `has_room`.
+        """Retries the waiting items, queue by queue, as long as the queue's cluster `has_room`,
+        but no item of a tenant whose first one is blocked.
 
         `try_dispatch` dispatches an item and returns None, or returns the hold under which the item
         waits again. `on_placed` is called for each dispatched item, before the next one is tried.
@@ -231,6 +251,7 @@ class WaitingRoom(Generic[T]):
             refusals: dict[str, int] = {}
             while cluster is None or has_room(cluster):
                 skipped = [name for name, count in refusals.items() if count == MAX_REFUSALS]
+                skipped += self._blocked(cluster)
                 found = self._take(cluster, skipped)
                 if found is None:
                     break
@@ -264,11 +285,11 @@ class WaitingRoom(Generic[T]):
             clock.forget(queues)
 
     def others_are_before(self, cluster: ClusterId, tenant: str) -> bool:
-        """Whether a request of another tenant waits for the cluster and is before the next one of
-        this tenant."""
+        """Whether a request of another tenant waits for the cluster, is not blocked, and is before
+        the next one of this tenant."""
         queues, clock = self._queues.get(cluster, {}), self._clock(cluster)
         tag = clock.tag(tenant, waits=tenant in queues)
-        return any(clock.tags[name] < tag for name in queues if name != tenant)
+        return any(clock.tags[name] < tag for name in self.wanting(cluster) if name != tenant)
 
     def first(self, cluster: ClusterId, tenant: str) -> float:
         """The lowest precedence of the tenant's requests that wait for the cluster."""

@@ -15,12 +15,14 @@ from prfaas.scheduler.homes.elsewhere import HomeContext, route_from
 from prfaas.scheduler.homes.fair_shares import (
     SharedCluster,
     ShareUses,
+    link_keeps_waiting,
     planned_together,
     share_hold,
     weights_by_cluster,
 )
 from prfaas.scheduler.homes.plans import first_plans, home_name
 from prfaas.scheduler.lookup.prefixes import NOTHING_CACHED, CachedPrefixes
+from prfaas.scheduler.options import link_drain_s
 from prfaas.scheduler.plan import Plan
 from prfaas.scheduler.request import Request, Route
 from prfaas.scheduler.sets import Choice
@@ -89,10 +91,12 @@ class SimHomes:
                 there = board.view(now_s, cached, held, other)
                 yield HomeContext(there, self.plans[other], self._states[other], round_trip_s)
 
-        found = route_from(request, HomeContext(view, plan, state), others).taken
+        choice = route_from(request, HomeContext(view, plan, state), others)
+        found = choice.taken
         if isinstance(found, Hold) or found.cluster not in self._weights:
             return found
         cluster = found.cluster
+        link_id = (cluster, found.decode_cluster)
         hold = share_hold(
             found,
             request,
@@ -101,13 +105,16 @@ class SimHomes:
                 cluster,
                 self._weights[cluster],
                 self._uses.of_homes(cluster, now_s),
-                [ClusterId(name) for name in room.tenants(cluster)],
+                [ClusterId(name) for name in room.wanting(cluster)],
             ),
             board.node(found.prefill),
             now_s,
             # The simulator's nodes take as long as their profiles state.
             stated_s=found.prefill_s,
             queue_s=self._rules.adaptive.queue_s,
+            drain_s=link_drain_s(
+                link_id, choice.view.links[link_id], self._states[found.decode_cluster]
+            ),
         )
         return found if hold is None else hold
 
@@ -138,6 +145,14 @@ class SimHomes:
             self._uses.record(taken.cluster, home, taken.prefill_s, now_s)
             weight = self._weights[taken.cluster][home]
         room.record_dispatch(taken.cluster, taken.prefill_s / weight, home)
+
+    def is_blocked(self, board: Board, cluster: ClusterId, home: str, work_s: float) -> bool:
+        """Whether a request that waits for the cluster waits for the link from there."""
+        if cluster not in self._weights:
+            return False
+        link_id = (cluster, ClusterId(home))
+        state = self._states[ClusterId(home)]
+        return link_keeps_waiting(work_s, link_id, board.link(link_id), state)
 
     def has_room(self, cluster: ClusterId, board: Board, now_s: float) -> bool:
         return has_room_at(board.cluster(cluster), now_s, self._rules)

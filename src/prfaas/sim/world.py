@@ -147,6 +147,7 @@ class World:
             slots=self.slots,
             kv_bytes=config.decode_kv_bytes,
         )
+        self.waiting_room.is_blocked = partial(self.homes.is_blocked, self.board)
         self.nodes: dict[NodeId, SimNode] = {}
         for cluster, names, _ in members:
             for name in names:

@@ -7,18 +7,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prfaas.config.deployment import SchedulerSection
 from prfaas.planner.network.solve import NetworkPlanner
 from prfaas.scheduler.homes.fair_shares import (
     IDLE_S,
     LEAST_WEIGHT,
+    LINK_AHEAD_S,
     SharedCluster,
     ShareUses,
+    link_keeps_waiting,
     planned_work,
     share_hold,
     weights_by_cluster,
 )
 from prfaas.scheduler.request import Request, Route
-from prfaas.scheduler.view import NodeView
+from prfaas.scheduler.state import LinkState, ShortTermState
+from prfaas.scheduler.view import LinkView, NodeView
 from prfaas.scheduler.waiting import Hold
 from prfaas.types import ClusterId, NodeId
 from tests.scheduler.homes.networks import EAST, NETWORK, NORTH, PLANS, SOUTH, WEST
@@ -26,6 +30,7 @@ from tests.scheduler.homes.networks import EAST, NETWORK, NORTH, PLANS, SOUTH, W
 NODE = NodeId("north-0")
 ROUTE = Route(NORTH, NODE, EAST, NodeId("east-3"), True, 0, 0, 0, 2.0, (), "long")
 REQUEST = Request(1, 500, 3.0)
+LINK = (NORTH, EAST)
 NOW_S = 100.0
 
 
@@ -73,7 +78,9 @@ def test_two_homes_are_not_both_ahead(
     node = NodeView(NODE, "prefill", True, 40.0, 0, 0, 0, 0.0)
     shared = SharedCluster(NORTH, weights, used_s, wanting=list(weights))
     both = [
-        share_hold(ROUTE, REQUEST, home, shared, node, 40.0, stated_s=stated_s, queue_s=0.5)
+        share_hold(
+            ROUTE, REQUEST, home, shared, node, 40.0, stated_s=stated_s, queue_s=0.5, drain_s=0.0
+        )
         for home in weights
     ]
     assert None in both
@@ -85,11 +92,14 @@ def held(
     east_s: float = 30.0,
     west_s: float = 0.0,
     wanting: tuple[ClusterId, ...] = (),
+    drain_s: float = 0.0,
 ) -> Hold | None:
     """The hold of a request of `east`, which has twice the share of `west`."""
     node = NodeView(NODE, "prefill", True, free_at_s, 0, 0, 0, 0.0)
     shared = SharedCluster(NORTH, {EAST: 2.0, WEST: 1.0}, {EAST: east_s, WEST: west_s}, wanting)
-    return share_hold(ROUTE, REQUEST, EAST, shared, node, NOW_S, stated_s=2.0, queue_s=0.5)
+    return share_hold(
+        ROUTE, REQUEST, EAST, shared, node, NOW_S, stated_s=2.0, queue_s=0.5, drain_s=drain_s
+    )
 
 
 def test_a_home_that_is_ahead_leaves_a_free_node_to_the_home_that_wants_it() -> None:
@@ -119,3 +129,29 @@ def test_requests_do_not_pass_the_waiting_ones_of_their_home() -> None:
     found = held(free_at_s=NOW_S + 0.6, east_s=0.0, wanting=(EAST,))
     assert found is not None and found.reason == "other requests of east wait for north"
     assert held(free_at_s=NOW_S, east_s=0.0, wanting=(EAST,)) is None
+
+
+def test_kv_that_would_wait_for_the_link_is_not_prefilled_yet() -> None:
+    full_s = 2.0 + LINK_AHEAD_S  # the prefill takes 2 s
+    assert held(free_at_s=NOW_S, east_s=0.0, drain_s=full_s) is None
+    found = held(free_at_s=NOW_S, east_s=0.0, drain_s=full_s + 0.1)
+    assert found == Hold("the link from north has enough to carry", NORTH, 2.0, 3.0)
+    assert held(free_at_s=NOW_S + 0.4, drain_s=full_s + 0.3) is None, "it begins later"
+    idle_s = NOW_S - 2 * IDLE_S
+    assert held(free_at_s=idle_s, drain_s=full_s + 0.1) is not None, "an idle node does not help"
+
+
+def test_requests_for_a_full_link_are_retried_when_it_has_carried_more() -> None:
+    def keeps_waiting(backlog_s: float, *, up: bool = True, bps: float | None = None) -> bool:
+        rate = 8e9 if bps is None else bps
+        link = LinkView(up, 8e9, 0.01, None, rate / 8 * backlog_s)
+        links = {} if bps is None else {LINK: LinkState(bps=bps)}
+        state = ShortTermState(SchedulerSection(), links)
+        return link_keeps_waiting(2.0, LINK, link, state)
+
+    assert not keeps_waiting(LINK_AHEAD_S + 1.9)
+    assert keeps_waiting(LINK_AHEAD_S + 2.1)
+    # These may be no way any more.
+    assert not keeps_waiting(99.0, up=False)
+    assert not keeps_waiting(99.0, bps=3e9)
+    assert not link_keeps_waiting(2.0, LINK, None, ShortTermState(SchedulerSection()))

@@ -57,8 +57,11 @@ class FairAccess:
         planned has none: its plan is kept for its return."""
         self._weights = weights_by_cluster(planned_together(plans), self._fleet.remotes)
 
-    def find_hold(self, placement: PlacementRequest, found: Route, now_s: float) -> Hold | None:
-        """The hold of a request whose home is ahead of its share; None: it may go."""
+    def find_hold(
+        self, placement: PlacementRequest, found: Route, now_s: float, drain_s: float
+    ) -> Hold | None:
+        """The hold of a request whose home is ahead of its share or has a full link; None: it may
+        go. `drain_s`: how long the link needs for what was dispatched to it."""
         weights = self._weights_at(found.cluster, placement.home)
         if not weights:
             return None
@@ -79,6 +82,7 @@ class FairAccess:
             now_s,
             stated_s=self._stated_s(placement, found),
             queue_s=self._queue_s,
+            drain_s=drain_s,
         )
 
     def weight(self, cluster: ClusterId, queue: str) -> float:
@@ -117,7 +121,7 @@ class FairAccess:
         return node._replace(free_at_s=max(node.free_at_s, self._clock.now()))
 
     def _wanting(self, cluster: ClusterId) -> Iterable[ClusterId]:
-        return (home_of(queue) for queue in self._waiting_room.tenants(cluster))
+        return (home_of(queue) for queue in self._waiting_room.wanting(cluster))
 
     def _stated_s(self, placement: PlacementRequest, found: Route) -> float:
         new = placement.request.prompt_tokens - found.cached_tokens

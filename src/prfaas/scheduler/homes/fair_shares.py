@@ -10,6 +10,11 @@ the router while the home has had more than its share:
 Once requests of a home wait, its later requests do not pass them on the way to a busy node. The
 home that is behind its share takes no notice of all that: its requests go to the node at once.
 
+A link to one home may be full while the cluster has nodes. A prefill whose KV would wait for the
+link takes a node from the other homes, and its request gets its first token no sooner. So the
+requests of any home wait at the router while its link has enough to carry (`waits_for_link`). They
+want no node meanwhile.
+
 A share that its home does not use is not lost: a request of any home gets a node that is free. The
 gateway and the simulator both ask `share_hold` before every dispatch to a PrfaaS cluster. With one
 home there is nothing to share, and they do not ask.
@@ -23,14 +28,21 @@ from typing import NamedTuple
 
 from prfaas.planner.workload import weighted_sum
 from prfaas.scheduler.homes.shares import shares_of
+from prfaas.scheduler.options import estimated_bps, link_drain_s
 from prfaas.scheduler.plan import Plan
 from prfaas.scheduler.request import Request, Route
-from prfaas.scheduler.view import NodeView
+from prfaas.scheduler.state import ShortTermState
+from prfaas.scheduler.view import LinkId, LinkView, NodeView
 from prfaas.scheduler.waiting import Hold
 from prfaas.types import ClusterId
 
 TIME_CONSTANT_S = 20.0  # after which an earlier use counts 1/e
 IDLE_S = 1.0  # a node that was idle for longer is free for every home
+# A link has enough to carry if what was dispatched to it lasts so long after the end of the next
+# prefill. A link that is waited for is then never idle: a retry, the round trip of a dispatch and a
+# short wait for a node take less. More would be prefilled for the link's queue alone.
+LINK_AHEAD_S = 2.0
+_SLOW_LINK = 0.5  # of its configured bandwidth
 _NEGLIGIBLE = 1e-9  # prefill seconds per second
 LEAST_WEIGHT = 0.001  # of the largest weight at the cluster: a home without a planned flow
 
@@ -155,15 +167,20 @@ def share_hold(
     *,
     stated_s: float,
     queue_s: float,
+    drain_s: float,
 ) -> Hold | None:
     """The hold of a request that has the route `found` to a PrfaaS cluster, but whose home is ahead
-    of its share there; None: it may go. `node` is the prefill node of the route, `stated_s` the
-    stated duration of the prefill, and `queue_s` the prefill work that keeps a node busy.
+    of its share there or has a full link from there; None: it may go. `node` is the prefill node of
+    the route, `stated_s` the stated duration of the prefill, `queue_s` the prefill work that keeps
+    a node busy, and `drain_s` how long the link needs for what was dispatched to it.
 
     A home may be ahead by its part of the request's own prefill. Without that, two homes that send
     what the plan gives them would hold each other's requests in turn. With more, a home without a
     planned flow could always have a prefill at the cluster, at the cost of those that have one."""
     wait_s = node.free_at_s - now_s
+    if waits_for_link(max(wait_s, 0.0) + found.prefill_s, drain_s):
+        reason = f"the link from {shared.cluster} has enough to carry"
+        return Hold(reason, shared.cluster, found.prefill_s, request.arrived_s)
     if wait_s < -IDLE_S:
         return None
     cluster, busy = shared.cluster, wait_s > queue_s
@@ -177,3 +194,22 @@ def share_hold(
     else:
         return None
     return Hold(reason, cluster, found.prefill_s, request.arrived_s)
+
+
+def waits_for_link(prefilled_s: float, drain_s: float) -> bool:
+    """Whether the KV of a prefill that ends in `prefilled_s` would wait for a link that needs
+    `drain_s` for what was dispatched to it."""
+    return drain_s - prefilled_s > LINK_AHEAD_S
+
+
+def link_keeps_waiting(
+    prefill_s: float, link_id: LinkId, link: LinkView | None, state: ShortTermState
+) -> bool:
+    """Whether a request that waits for a PrfaaS cluster, with a prefill of `prefill_s`, need not be
+    retried before its home's link has carried more. One that is down or has become slow may be no
+    way any more, so that its requests are retried as others are."""
+    if link is None or not link.up:
+        return False
+    if estimated_bps(link_id, link, state) < _SLOW_LINK * link.capacity_bps:
+        return False
+    return waits_for_link(prefill_s, link_drain_s(link_id, link, state))
