@@ -101,21 +101,24 @@ def test_noise_seldom_grows(alike_s: float, most: float) -> None:
     assert np.mean(seen) <= most
 
 
-@given(
-    st.integers(0, 1 << 32),
-    st.floats(0.0, 100.0),
-    st.floats(-10.0, 10.0),
-    st.floats(0.1, 10.0),
-)
-def test_the_slope_is_linear(seed: int, size: float, leak: float, scale: float) -> None:
-    """A leak changes the slope by itself, whatever lies above it, and never the error."""
+@given(st.integers(0, 1 << 32), st.floats(0.0, 100.0), st.floats(0.1, 10.0))
+def test_the_slope_and_its_error_have_the_unit_of_the_series(
+    seed: int, size: float, scale: float
+) -> None:
     base = 1e6 * noise(seed, alike_s=30.0)
-    plain = slope_of(SOAK, base)
-    changed = slope_of(SOAK, scale * base + size * MB + leak * 1e3 * SOAK)
+    plain, changed = slope_of(SOAK, base), slope_of(SOAK, scale * base + size * MB)
     assert plain is not None and changed is not None
-    expected = scale * plain.bytes_per_hour + 3.6e6 * leak
-    assert changed.bytes_per_hour == pytest.approx(expected, abs=50.0)
-    assert changed.error == pytest.approx(scale * plain.error, abs=50.0)
+    assert changed.bytes_per_hour == pytest.approx(scale * plain.bytes_per_hour, abs=10.0)
+    assert changed.error == pytest.approx(scale * plain.error, abs=10.0)
+
+
+@given(st.lists(st.integers(0, len(SOAK) - 1), max_size=20), st.floats(0.1, 100.0))
+def test_moments_do_not_count(spikes: list[int], height: float) -> None:
+    """A long prompt takes memory, and returns it."""
+    sizes = 35 * MB + LEAK * SOAK
+    sizes[spikes] += height * MB
+    assert growth(sizes).grows
+    assert not growth(sizes - LEAK * SOAK).grows
 
 
 def test_what_is_slow_or_uncertain_is_not_accused() -> None:

@@ -6,6 +6,8 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
+
 from prfaas.service.allocator import ARENAS
 from prfaas.transport.workers.messages import PACKET_BYTES, Serve, Started, read_report
 from prfaas.transport.workers.process import WorkerProcess
@@ -13,29 +15,45 @@ from tests.waiting import PATIENCE_S
 
 HEAP_BYTES = 64 << 20
 
-# Large blocks with small ones in between that stay, after a larger one was freed: glibc would keep
-# all of it, and give none of it back.
+# Blocks with small ones in between that stay, after a larger one was freed: glibc would keep all of
+# it, and give none of it back.
 HOLES = """
-import os
+import os, sys, time
 from prfaas.service.allocator import limit_heap_growth
 from prfaas.faults.resource_usage import measure_process
 
-limit_heap_growth()
+def used():
+    return measure_process(os.getpid()).own_bytes
+
+nbytes, trim_s, patience_s = int(sys.argv[1]), *map(float, sys.argv[2:])
+limit_heap_growth(trim_s=trim_s)
 bytearray(4 << 20)
-before = measure_process(os.getpid()).own_bytes
-large, small = [], []
-for _ in range(200):
-    large.append(bytearray(400_000))
-    small.append(bytearray(2_000))
-most = measure_process(os.getpid()).own_bytes
-large.clear()
-print(most - before, measure_process(os.getpid()).own_bytes - before)
+before = used()
+freed, kept = [], []
+for _ in range((80 << 20) // nbytes):
+    freed.append(bytearray(nbytes))
+    kept.append(bytearray(2_000))
+most = used()
+freed.clear()
+until_s = time.monotonic() + patience_s
+while used() - before > 10 << 20 and time.monotonic() < until_s:
+    time.sleep(0.02)
+print(most - before, used() - before)
 """
 
 
-def test_what_is_freed_goes_back_whatever_lies_between() -> None:
+@pytest.mark.parametrize(
+    ("nbytes", "trim_s", "patience_s"),
+    [
+        pytest.param(400_000, 3600.0, 0.0, id="large blocks at once"),
+        pytest.param(60_000, 0.05, PATIENCE_S / 2, id="small ones by a trim"),
+    ],
+)
+def test_what_is_freed_goes_back_whatever_lies_between(
+    nbytes: int, trim_s: float, patience_s: float
+) -> None:
     printed = subprocess.run(
-        [sys.executable, "-c", HOLES],
+        [sys.executable, "-c", HOLES, str(nbytes), str(trim_s), str(patience_s)],
         check=True,
         capture_output=True,
         text=True,

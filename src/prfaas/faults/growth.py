@@ -7,9 +7,9 @@ least squares; a process grows when the line's slope is beyond its error and mat
     start ── does not count ── max(WARM_S, 1/3) ── slope ± error ── end
 
 Each sample resembles the one before it, so that the usual error of a slope would be far too small.
-Here the line goes through the means of `BLOCKS` parts, and the error is as large as the remaining
-likeness of neighbours demands. A saw-tooth and a single step have a large error, a leak has a small
-one.
+Here the line goes through the lows of `BLOCKS` parts, because what a request takes for a moment is
+no growth, and the error is as large as the remaining likeness of neighbours demands. A saw-tooth
+and a single step have a large error, a leak has a small one.
 """
 
 from __future__ import annotations
@@ -92,10 +92,8 @@ def slope_of(at_s: npt.ArrayLike, nbytes: npt.ArrayLike) -> Slope | None:
     count = min(BLOCKS, len(times))
     if count < LEAST_BLOCKS:
         return None
-    x, y = (
-        np.array([block.mean() for block in np.array_split(series, count)])
-        for series in (times, values)
-    )
+    x = np.array([block.mean() for block in np.array_split(times, count)])
+    y = np.array([block.min() for block in np.array_split(values, count)])
     x, y = x - x.mean(), y - y.mean()
     spread = x @ x
     slope = (x @ y) / spread
