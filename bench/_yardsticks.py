@@ -2,14 +2,18 @@
 its code takes part in. A slow or busy machine slows both. What one process computes alone is
 measured in CPU time where it takes longer than a process's turn on a core.
 
-More yardsticks are elsewhere: the null node (`_null_node.py`) answers HTTP, and
-`_transport_ssl_pair.py` has pairs of sockets.
+\b
+    python bench/_yardsticks.py PORT                an HTTP server that sends back what it receives
+
+The yardsticks of transfers are pairs of sockets (`_transport_ssl_pair.py`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import heapq
+import json
 import os
 import resource
 import subprocess
@@ -53,3 +57,34 @@ def process_ms(arguments: Sequence[str]) -> float:
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return cpu_s * 1e3
+
+
+# The HTTP server ----------------------------------------------------------------------------------
+
+_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+async def _echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Plain asyncio. Like a gateway, the server computes more than its client: where hardware
+    threads share a core, a busy neighbour slows both servers alike."""
+    try:
+        while True:
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n", 1)[0])
+            asked = json.loads(await reader.readexactly(length))
+            event = b"data: %b\n\ndata: [DONE]\n\n" % json.dumps(asked).encode()
+            writer.write(_HEAD + b"%x\r\n%b\r\n0\r\n\r\n" % (len(event), event))
+            await writer.drain()
+    except (asyncio.IncompleteReadError, ConnectionError):
+        pass  # the client has closed the connection
+    finally:
+        writer.close()
+
+
+async def _serve(port: int) -> None:
+    server = await asyncio.start_server(_echo, "127.0.0.1", port)
+    await server.serve_forever()
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve(int(sys.argv[1])))

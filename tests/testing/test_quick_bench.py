@@ -12,7 +12,7 @@ from tests.benches import bench
 
 quick = bench("quick")
 from _quick_judge import Figure, Judged, Measured, Sample, best, fails, judge  # noqa: E402
-from _quick_parts import FIGURES, PARTS  # noqa: E402
+from _quick_parts import FIGURES, PARTS, Turns, undisturbed_s  # noqa: E402
 
 RATE = Figure("requests", "requests/s", "an echo")
 TIME = Figure("start", "ms", "an empty process")
@@ -54,6 +54,18 @@ def test_a_figure_without_a_committed_ratio_passes() -> None:
 
 def test_a_committed_figure_that_was_not_measured_fails() -> None:
     assert fails(judge({}, {"a": 0.5})) == ["a"]
+
+
+def test_time_without_a_core_does_not_count() -> None:
+    assert undisturbed_s(2.0, [Turns(0.3, 0.5), Turns(0.1, 0.25)]) == 1.25
+
+
+def test_delays_that_overlap_leave_the_time_of_the_longest_process() -> None:
+    assert undisturbed_s(2.0, [Turns(0.3, 1.6), Turns(0.5, 1.4)]) == 0.5
+
+
+def test_time_in_which_processes_wait_for_each_other_counts() -> None:
+    assert undisturbed_s(5.0, [Turns(0.1, 0.25), Turns(0.2, 0.25)]) == 4.5
 
 
 # The command --------------------------------------------------------------------------------------
