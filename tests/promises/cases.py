@@ -24,7 +24,7 @@ PD cluster. Where a case has none, the stated one is absent: its process has nev
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from hypothesis import strategies as st
@@ -169,23 +169,36 @@ _RTT_MS = st.sampled_from((1.0, 0.0, 20.0, 80.0))
 
 
 @st.composite
-def _cluster(draw: st.DrawFn, name: str, kind: Literal["pd", "prfaas"]) -> ClusterCase:
-    prefill = draw(st.sampled_from((1, 2, 0, 3)))
-    decode = draw(st.sampled_from((1, 2, 3, 0))) if kind == "pd" else 0
-    bare = ClusterCase(name, kind, prefill, decode)
-    count = len(bare.nodes)
-    paces = draw(st.just((1.0,) * count) | st.tuples(*[_PACES] * count))
-    return ClusterCase(name, kind, prefill, decode, paces)
+def _pd(draw: st.DrawFn, name: str, paces: st.SearchStrategy[float], *, whole: bool) -> ClusterCase:
+    """`whole`: with nodes of both roles."""
+    counts = st.sampled_from((1, 2, 3) if whole else (1, 2, 0, 3))
+    return draw(_with_paces(ClusterCase(name, "pd", draw(counts), draw(counts)), paces))
 
 
 @st.composite
-def deployments(draw: st.DrawFn) -> DeploymentCase:
-    homes = [draw(_cluster(name, "pd")) for name in PD_NAMES[: draw(st.integers(1, 3))]]
+def _prfaas(draw: st.DrawFn, name: str, paces: st.SearchStrategy[float]) -> ClusterCase:
+    count = draw(st.sampled_from((1, 2, 0, 3)))
+    return draw(_with_paces(ClusterCase(name, "prfaas", count, 0), paces))
+
+
+@st.composite
+def _with_paces(draw: st.DrawFn, bare: ClusterCase, paces: st.SearchStrategy[float]) -> ClusterCase:
+    count = len(bare.nodes)
+    return replace(bare, paces=draw(st.just((1.0,) * count) | st.tuples(*[paces] * count)))
+
+
+@st.composite
+def deployments(
+    draw: st.DrawFn, paces: st.SearchStrategy[float] = _PACES, *, whole: bool = False
+) -> DeploymentCase:
+    """`whole`: every PD cluster has nodes of both roles."""
+    names = PD_NAMES[: draw(st.integers(1, 3))]
+    homes = [draw(_pd(name, paces, whole=whole)) for name in names]
     if not any(home.present for home in homes) and draw(st.integers(0, 9)):
         # Few cases are about deployments that can serve nothing.
-        first = homes[0]
-        homes[0] = ClusterCase(first.name, "pd", first.prefill, 1, first.paces)
-    prfaas = [draw(_cluster(name, "prfaas")) for name in PRFAAS_NAMES[: draw(st.integers(1, 3))]]
+        homes[0] = replace(homes[0], decode=1)
+    far_names = PRFAAS_NAMES[: draw(st.integers(1, 3))]
+    prfaas = [draw(_prfaas(name, paces)) for name in far_names]
     links = []
     for far in prfaas:
         # At least one link leads away from each PrfaaS cluster.
@@ -256,6 +269,15 @@ def cases(draw: st.DrawFn, *, live: bool = False, events: int = 3) -> Case:
     happening = draw(st.lists(_event(deployment, live=live), max_size=events))
     policy = draw(st.sampled_from(POLICIES))
     return Case(deployment, traffic, tuple(happening), policy, draw(st.integers(0, 2**32 - 1)))
+
+
+@st.composite
+def calm_cases(draw: st.DrawFn, *, whole: bool = True) -> Case:
+    """Long prompts and no event, at nodes whose pace shows within a few of them."""
+    paces = st.sampled_from((1.0, 1.0, 1.5, 0.7, 5.0, 0.2))
+    deployment = draw(deployments(paces, whole=whole))
+    traffic = tuple(HomeTraffic(home.name, 1.0, "long", 0.0) for home in deployment.homes)
+    return Case(deployment, traffic, (), "adaptive", draw(st.integers(0, 2**32 - 1)))
 
 
 # For a person -------------------------------------------------------------------------------------

@@ -256,12 +256,13 @@ def carried_rps(case: Case, traffic: HomeTraffic) -> float:
     """About the rate that a home can carry by its profiles, with its part of the PrfaaS nodes."""
     deployment = case.deployment
     home, tokens = deployment.cluster(traffic.home), _workload(traffic).new
-    near = home.prefill or home.decode or 1  # without a prefill node, the others serve alone
-    rate = near / float(NEAR.seconds(tokens).mean())
+    # Without a prefill node, the others serve alone.
+    near = home.present[: home.prefill] or home.present or home.nodes
+    rate = len(near) / float(NEAR.seconds(tokens).mean())
     for far in deployment.prfaas if case.policy != "local" else ():
         reached = [link.target for link in deployment.links if link.source == far.name]
         if home.name in reached:
-            rate += far.prefill / len(reached) / float(FAR.seconds(tokens).mean())
+            rate += len(far.present) / len(reached) / float(FAR.seconds(tokens).mean())
     return rate
 
 
@@ -275,7 +276,7 @@ def arrivals_of(case: Case) -> tuple[Arrivals, float]:
         rng = np.random.default_rng([case.seed, number])
         floods = [e for e in case.events if e.kind == "flood" and e.what == traffic.home]
         at_s = _times(rates[traffic.home], seconds, floods, rng)
-        parts.append((number, at_s, *_prompts(traffic, len(at_s), rng)))
+        parts.append((number, at_s, *prompts(traffic, len(at_s), rng)))
     at_s = np.concatenate([part[1] for part in parts])
     order = np.argsort(at_s, kind="stable")
     tokens = np.concatenate([part[2] for part in parts])
@@ -305,7 +306,7 @@ def _times(
     return at_s if len(at_s) else np.array([seconds])
 
 
-def _prompts(
+def prompts(
     traffic: HomeTraffic, count: int, rng: np.random.Generator
 ) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], list[tuple[BlockHash, ...]]]:
     """Lengths, and hashes of whole blocks. A prompt that continues an earlier one begins with as

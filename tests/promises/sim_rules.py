@@ -116,7 +116,7 @@ def no_idle_node_while_a_request_waits(run: Run) -> Iterator[str]:
     """A request waits for a cluster, or for any node that can serve it, and there one is idle."""
     for idle in run.idle:
         limit_s = AT_ONCE_S
-        if idle.cluster is None:
+        if idle.cluster is None or _happens_between(run, idle.from_s - REPORTED_S, idle.until_s):
             limit_s = REPORTED_S
         elif len(run.case.traffic) > 1:
             limit_s = REPORTED_S + KEPT_FOR_OTHERS_S
@@ -126,6 +126,13 @@ def no_idle_node_while_a_request_waits(run: Run) -> Iterator[str]:
                 f"{idle.node} is idle from {idle.from_s:.3f} to {idle.until_s:.3f} s, and a "
                 f"request waits for {what}"
             )
+
+
+def _happens_between(run: Run, begin_s: float, end_s: float) -> bool:
+    """Whether something is lost, drained, cut or slow from then on, or no more."""
+    at_s = [at_s for fault in run.config.faults for at_s in (fault.at_s, fault.until_s)]
+    at_s += [change.at_s for changes in run.config.links.values() for change in changes]
+    return any(begin_s <= one <= end_s for one in at_s)
 
 
 def kv_of_cut_transfers_is_not_used(run: Run) -> Iterator[str]:

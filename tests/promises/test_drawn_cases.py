@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from tests.promises.cases import Case, cases
+from tests.promises.cases import Case, calm_cases, cases, describe
 from tests.promises.draws import Draw, drawn
+from tests.promises.sim_backlog import share_of_best
 from tests.promises.sim_cases import Run, run_case
 from tests.promises.sim_rules import check
 
@@ -39,6 +40,18 @@ def test_a_case_always_does_the_same(simulated_rarely: Draw) -> None:
         assert _columns(one) == _columns(other)
 
     repeats()
+
+
+def test_the_default_policy_carries_nearly_what_the_best_one_does(simulated_rarely: Draw) -> None:
+    """Under a constant backlog, once speeds are learned."""
+
+    @drawn(simulated_rarely)
+    @given(calm_cases())
+    def carries(case: Case) -> None:
+        share = share_of_best(case)
+        assert share >= 0.9, f"{share:.3f}\n{describe(case)}"
+
+    carries()
 
 
 def _columns(run: Run) -> list[bytes]:
