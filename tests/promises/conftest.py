@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.promises.draws import LIVE_OF_CHUNK, RARELY, SIMULATED_OF_CHUNK, chunks
+from tests.promises.draws import LIVE_OF_CHUNK, RARELY, RARELY_OF_CHUNK, SIMULATED_OF_CHUNK, chunks
 
 # Of `make test`, whose cases are always the same. `make promises` states others.
 SEED, CASES, LIVE = 1, 200, 5
@@ -33,7 +33,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     seed, cases, live = _drawn(metafunc.config)
     found = {
         "simulated": chunks(seed, cases, SIMULATED_OF_CHUNK),
-        "simulated_rarely": chunks(seed, max(1, cases // RARELY), SIMULATED_OF_CHUNK // RARELY),
+        "simulated_rarely": chunks(seed, max(1, cases // RARELY), RARELY_OF_CHUNK),
         "live": chunks(seed, live, LIVE_OF_CHUNK),
     }
     for name in DRAWS:

@@ -10,7 +10,8 @@ from hypothesis import seed as hypothesis_seed
 from hypothesis import settings
 
 SIMULATED_OF_CHUNK, LIVE_OF_CHUNK = 50, 5
-RARELY = 20  # of so many simulated cases there is one in the tests that run a case several times
+# Of so many simulated cases there is one in the tests that run a case several times.
+RARELY, RARELY_OF_CHUNK = 20, 10
 
 
 class Draw(NamedTuple):
