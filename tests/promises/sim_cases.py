@@ -152,6 +152,9 @@ class Watched(World):
         found: set[tuple[NodeId, ClusterId | None]] = set()
         for cluster in self.waiting_room.queues():
             homes = {ClusterId(name) for name in self.waiting_room.tenants(cluster)}
+            links = [self.links.get((cluster, home)) for home in homes if cluster is not None]
+            if links and all(link is not None and not link.idle for link in links):
+                continue  # these requests wait for what the links to their homes carry
             homes |= {to for at, to in self.config.round_trips if at in homes}
             wanted = homes if cluster is None else {cluster}
             for node in self.nodes.values():
