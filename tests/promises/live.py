@@ -452,13 +452,12 @@ class _Player:
             await asyncio.gather(*others, return_exceptions=True)
 
     async def _remember_drains(self) -> None:
-        """Where a cluster is still drained, every gateway is lost once more, and asked again."""
+        """Where a cluster is still drained, all gateways are lost at once, and asked again."""
         if not any(drain.returned_s == float("inf") for drain in self.drains):
             return
         asking = {}
-        for home in self._urls:
-            await self._kill(home)
-            await self._restart(home)
+        await asyncio.gather(*(self._kill(home) for home in self._urls))
+        await asyncio.gather(*(self._restart(home) for home in self._urls))
         for home in self._case.deployment.homes:
             for number in range(AFTERWARDS):
                 former = [one for one in self._asked if one.home == home.name and one.is_valid]
