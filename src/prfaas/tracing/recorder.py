@@ -19,7 +19,7 @@ from prfaas.tracing.context import TraceContext, new_span_id
 from prfaas.tracing.epoch import EpochOffset
 from prfaas.tracing.spans import MOST_SPANS, Kind, Service, Span, Value, shown
 
-MOST_TRACES = 1_024
+MOST_TRACES = 256  # a gateway lists its latest 200 requests
 MOST_BYTES = 1 << 20  # of the encoded spans
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Span)
