@@ -47,19 +47,15 @@ class Judged(NamedTuple):
 
 
 def best(figures: Mapping[str, Figure], samples: Iterable[Sample]) -> dict[str, Measured]:
-    """Figures of one yardstick share its best sample."""
-    values: dict[str, list[float]] = {}
-    yardsticks: dict[str, list[float]] = {}
+    found: dict[str, list[Sample]] = {}
     for sample in samples:
-        values.setdefault(sample.figure, []).append(sample.value)
-        yardsticks.setdefault(figures[sample.figure].yardstick, []).append(sample.yardstick)
-    return {
-        name: _measured(figures[name], some, yardsticks[figures[name].yardstick])
-        for name, some in values.items()
-    }
+        found.setdefault(sample.figure, []).append(sample)
+    return {name: _best(figures[name], some) for name, some in found.items()}
 
 
-def _measured(figure: Figure, values: list[float], yardsticks: list[float]) -> Measured:
+def _best(figure: Figure, samples: list[Sample]) -> Measured:
+    values = [sample.value for sample in samples]
+    yardsticks = [sample.yardstick for sample in samples]
     if figure.is_time:
         value, yardstick = min(values), min(yardsticks)
         return Measured(value, yardstick, yardstick / value)

@@ -64,8 +64,9 @@ FIGURES: Mapping[str, Figure] = MappingProxyType(dict(_figures()))
 
 # The gateway --------------------------------------------------------------------------------------
 
-STARTS = 2  # each with gateways that know no speeds yet
-ROUNDS = 5  # of each start
+STARTS = 3  # each with gateways that know no speeds yet
+ROUNDS = 3  # of each start
+SETTLE_S = 10.0  # the longest wait until gateways that have started use little of the cores
 TOKENS = 1_000
 STREAMS = 32
 
@@ -120,6 +121,7 @@ def measure_gateway() -> Iterator[Sample]:
                 served = load(policy, STREAMS, seconds)["requests_per_s"]
                 return Sample(f"gateway.{policy}.{figure}", served, echo)
 
+            _settle(list(targets.values()))
             for policy in gateway.POLICIES:
                 yield rate(policy, "first", 0.4)
             for _ in range(ROUNDS):
@@ -140,6 +142,16 @@ def _started(folder: Path) -> Iterator[dict[str, gateway.Target]]:
     with process(command, log) as echo, gateway.started(folder, gateway.POLICIES, None, 1) as found:
         gateway.ready(port, echo, log, gateway.requests_of(100)[0])
         yield {**found, "echo": gateway.Target([port], [echo.pid])}
+
+
+def _settle(targets: Sequence[gateway.Target]) -> None:
+    """Waits until the gateways that have just started have made their plans."""
+    until_s = time.monotonic() + SETTLE_S
+    busy_s = before_s = sum(target.cpu_s() for target in targets)
+    while busy_s > 0.05 and time.monotonic() < until_s:
+        time.sleep(0.5)
+        now_s = sum(target.cpu_s() for target in targets)
+        busy_s, before_s = now_s - before_s, now_s
 
 
 # The index ----------------------------------------------------------------------------------------

@@ -32,14 +32,6 @@ def test_a_ratio_of_times_falls_when_the_figure_takes_longer() -> None:
     assert best({"start": TIME}, samples) == {"start": Measured(50.0, 20.0, 0.4)}
 
 
-def test_figures_of_one_yardstick_share_its_best_sample() -> None:
-    figures = {"first": RATE, "rate": RATE, "start": TIME}
-    samples = [Sample("first", 50.0, 90.0), Sample("rate", 60.0, 100.0), Sample("start", 8.0, 2.0)]
-    found = best(figures, samples)
-    assert found["first"] == Measured(50.0, 100.0, 0.5)
-    assert found["start"] == Measured(8.0, 2.0, 0.25)
-
-
 def test_two_thirds_of_the_committed_ratio_are_enough() -> None:
     held = judge({"a": measured(0.61), "b": measured(0.59)}, {"a": 0.9, "b": 0.9})
     assert [one.verdict for one in held] == ["held", "slower"]
