@@ -19,6 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--seed", type=int, default=SEED, help="What they are drawn with.")
     group.addoption("--cases", type=int, default=CASES, help="Cases in the simulator.")
     group.addoption("--live", type=int, default=LIVE, help="Cases with a real gateway.")
+    group.addoption("--as-drawn", action="store_true", help="Do not make failures smaller.")
 
 
 def _drawn(config: pytest.Config) -> tuple[int, int, int]:
@@ -31,6 +32,7 @@ def _drawn(config: pytest.Config) -> tuple[int, int, int]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     seed, cases, live = _drawn(metafunc.config)
+    shrinks = not metafunc.config.getoption("as_drawn", default=False)
     found = {
         "simulated": chunks(seed, cases, SIMULATED_OF_CHUNK),
         "simulated_rarely": chunks(seed, max(1, cases // RARELY), RARELY_OF_CHUNK),
@@ -38,7 +40,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     }
     for name in DRAWS:
         if name in metafunc.fixturenames:
-            metafunc.parametrize(name, found[name], ids=str)
+            draws = [draw._replace(shrinks=shrinks) for draw in found[name]]
+            metafunc.parametrize(name, draws, ids=str)
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from hypothesis import Phase, settings
 from hypothesis import seed as hypothesis_seed
-from hypothesis import settings
 
 SIMULATED_OF_CHUNK, LIVE_OF_CHUNK = 50, 5
 # Of so many simulated cases there is one in the tests that run a case several times.
@@ -20,6 +20,7 @@ class Draw(NamedTuple):
     seed: int
     chunk: int
     cases: int
+    shrinks: bool = True  # whether a failure is made smaller
 
     def __str__(self) -> str:
         return f"seed{self.seed}-chunk{self.chunk}-of{self.cases}"
@@ -32,11 +33,12 @@ def chunks(seed: int, count: int, of_chunk: int) -> list[Draw]:
     return [Draw(seed, number, size) for number, size in enumerate(sizes)]
 
 
-def drawn(draw: Draw, **options: Any) -> Callable[[Any], Any]:
+def drawn(draw: Draw) -> Callable[[Any], Any]:
     """Decorates a hypothesis test with the settings of a chunk."""
 
     def decorate(test: Any) -> Any:
         seeded = hypothesis_seed(draw.seed * 100_000 + draw.chunk)(test)
-        return settings(max_examples=draw.cases, database=None, **options)(seeded)
+        phases = [Phase.generate, Phase.shrink] if draw.shrinks else [Phase.generate]
+        return settings(max_examples=draw.cases, database=None, phases=phases)(seeded)
 
     return decorate

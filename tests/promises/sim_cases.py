@@ -55,6 +55,8 @@ SECONDS = 60.0  # of traffic, unless that is too few or too many requests
 REQUESTS = (60, 160)
 # No request ends for so long only where none can. The longest prefill takes 100 s.
 HOPELESS_S = 900.0
+FULL_LINK_S = 2.0  # what waits for a link that needs longer for what it has waits at the router
+LIKE = 1.5  # a node is as fast as another one that needs no less than this part of its time
 _ERROR = EstimateError("estimated", (("prefill", 0.5),), 0.2)
 
 
@@ -149,19 +151,50 @@ class Watched(World):
         self.idle.append(IdleNode(node, self._idle_since.pop(key), until_s, cluster))
 
     def _idle_now(self) -> set[tuple[NodeId, ClusterId | None]]:
+        """The idle nodes that a request waits for: any node that decodes, or one of a cluster that
+        is believed to be as fast as the others there and that the request's home can use."""
         found: set[tuple[NodeId, ClusterId | None]] = set()
         for cluster in self.waiting_room.queues():
-            homes = {ClusterId(name) for name in self.waiting_room.tenants(cluster)}
-            links = [self.links.get((cluster, home)) for home in homes if cluster is not None]
-            if links and all(link is not None and not link.idle for link in links):
-                continue  # these requests wait for what the links to their homes carry
-            homes |= {to for at, to in self.config.round_trips if at in homes}
-            wanted = homes if cluster is None else {cluster}
-            for node in self.nodes.values():
-                serves = cluster is None or node.role == "prefill"
-                if node.cluster in wanted and serves and is_idle(node):
-                    found.add((node.name, cluster))
+            homes = [ClusterId(name) for name in self.waiting_room.tenants(cluster)]
+            if cluster is None:
+                reached = {one for home in homes for one in self._decoding_for(home)}
+                nodes = [node for node in self.nodes.values() if node.cluster in reached]
+            elif all(self._is_cut_off(cluster, home) for home in homes):
+                continue
+            else:
+                nodes = self._fastest(cluster)
+            found |= {(node.name, cluster) for node in nodes if is_idle(node)}
         return found
+
+    def _decoding_for(self, home: ClusterId) -> list[ClusterId]:
+        """The PD clusters where the requests of a home may decode."""
+        return [home, *(to for at, to in self.config.round_trips if at == home)]
+
+    def _fastest(self, cluster: ClusterId) -> list[SimNode]:
+        nodes = [
+            node
+            for node in self.nodes.values()
+            if node.cluster == cluster and node.role == "prefill" and is_usable(node)
+        ]
+        paces = {node.name: self.board.node(node.name).pace for node in nodes}
+        least = min(paces.values(), default=0.0)
+        return [node for node in nodes if paces[node.name] <= LIKE * least]
+
+    def _is_cut_off(self, cluster: ClusterId, home: ClusterId) -> bool:
+        """Whether the link from a cluster to the home is full, as far as the router knows. Requests
+        of a home that is lost decode elsewhere."""
+        living = {node.cluster for node in self.nodes.values() if is_usable(node)}
+        targets = [home] if home in living else self._decoding_for(home)[1:]
+        return all(self._has_full_link(cluster, one) for one in targets if one in living)
+
+    def _has_full_link(self, cluster: ClusterId, home: ClusterId) -> bool:
+        link_id = cluster, home
+        view, known = self.board.link(link_id), self.homes.link_state(link_id)
+        if view is None:
+            return cluster != home  # there is no way
+        believed_bps = view.capacity_bps if known is None or known.bps is None else known.bps
+        bps = min(self.links[link_id].bps, believed_bps)
+        return view.pending_bytes * 8 > FULL_LINK_S * bps
 
     def end(self) -> list[str]:
         """Closes the notes. Returns what is left of requests that have ended."""
@@ -192,9 +225,13 @@ class Watched(World):
         return self.events.now_s
 
 
+def is_usable(node: SimNode) -> bool:
+    return node.alive and node.in_use and not node.switching
+
+
 def is_idle(node: SimNode) -> bool:
     """Whether a usable node does nothing, and will not with what it has."""
-    if not node.alive or not node.in_use or node.switching:
+    if not is_usable(node):
         return False
     if node.role == "decode" and (node.batch.running or node.decodes):
         return False

@@ -14,7 +14,7 @@ import numpy as np
 
 from prfaas.sim.config import ClusterFault, DrainFault, LinkFault, NodeFault, SlowFault
 from tests.promises.cases import ClusterCase, describe
-from tests.promises.sim_cases import Run
+from tests.promises.sim_cases import LIKE, Run
 
 REPORTED_S = 1.1  # until the router has the next report, after which it retries what waits
 # A node of a PrfaaS cluster is kept this long for the homes that have had less of their share.
@@ -113,7 +113,8 @@ def no_new_work_for_drained_or_lost_nodes(run: Run) -> Iterator[str]:
 
 
 def no_idle_node_while_a_request_waits(run: Run) -> Iterator[str]:
-    """A request waits for a cluster, or for any node that can serve it, and there one is idle."""
+    """A request waits for a cluster, or for any node that can serve it, and there one is idle that
+    is as fast as the others."""
     for idle in run.idle:
         limit_s = AT_ONCE_S
         if idle.cluster is None or _happens_between(run, idle.from_s - REPORTED_S, idle.until_s):
@@ -151,7 +152,7 @@ def kv_of_cut_transfers_is_not_used(run: Run) -> Iterator[str]:
 
 # A slow node --------------------------------------------------------------------------------------
 
-SLOW, LIKE = 20.0, 1.5
+SLOW = 20.0
 OBSERVED = 6  # prefills: three warm the node up, and three show its pace
 DOUBTED_S = 15.0  # a slow node that was not asked for so long may be asked again
 
