@@ -3,12 +3,13 @@ says how fast anything is."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 from prfaas.launch.request_outcomes import RequestOutcome
-from tests.promises.live import Asked, Played, Run, served_throughout
+from tests.promises.live import Asked, Drained, Played, Run, served_throughout
 from tests.promises.stand_ins import expected_tokens
 
 UNLOGGED_S = 2.0  # in which a gateway logs a request whose client has all of its answer
@@ -108,20 +109,32 @@ def invalid_requests_are_refused_and_compute_nothing(played: Played) -> Iterator
 
 
 def a_drained_cluster_gets_nothing_new(played: Played) -> Iterator[str]:
-    """Until its return is ordered. A gateway that starts again learns of the order from the kvds:
-    where a majority of them was lost meanwhile, nobody knows of it any more."""
-    forgets = any(e.kind in ("node_lost", "cluster_lost") for e in played.case.events)
+    """Until its return is ordered, and also from gateways that have started since."""
     hosts = played.world.hosts
     for drain in played.drains:
-        restarts = [run.started_s for run in played.runs if run.started_s > drain.followed_s]
         ends_s = drain.returned_s
-        if restarts and (forgets or not drain.kept):
-            ends_s = min([ends_s, *restarts])
+        started = [run.started_s for run in played.runs if run.started_s > drain.followed_s]
+        if started and not _is_remembered(played, drain):
+            ends_s = min([ends_s, *started])
         for one in played.asked:
             if drain.followed_s < one.sent_s and one.ended_s < ends_s:
                 for work in played.world.books.of(one.id):
                     if hosts[work.host].cluster == drain.cluster:
                         yield f"{one.id} reached {work.host}, which is drained"
+        if ends_s == math.inf:
+            for run in played.runs:
+                if run.killed_s is None and not _is_drained(run, drain.cluster):
+                    yield f"the gateway {run.home} does not know that {drain.cluster} is drained"
+
+
+def _is_remembered(played: Played, drain: Drained) -> bool:
+    """Where a majority of the kvds was lost meanwhile, nobody knows of the order any more."""
+    lost = any(event.kind in ("node_lost", "cluster_lost") for event in played.case.events)
+    return drain.kept and not lost
+
+
+def _is_drained(run: Run, cluster: str) -> bool:
+    return any(one["cluster"] == cluster and one["drained"] for one in run.state["clusters"])
 
 
 RULES: tuple[Rule, ...] = (
