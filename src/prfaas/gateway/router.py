@@ -28,7 +28,6 @@ from prfaas.gateway.placement import PlacementRequest, home_of, tenant_of
 from prfaas.gateway.short_term_log import ShortTermLog
 from prfaas.gateway.tenants import Tenants
 from prfaas.scheduler.explain import Explanation
-from prfaas.scheduler.homes.fair_shares import link_keeps_waiting
 from prfaas.scheduler.options import estimated_bps, link_drain_s
 from prfaas.scheduler.plan import Plan
 from prfaas.scheduler.request import Request
@@ -236,10 +235,10 @@ class Router:
     def _is_blocked(self, cluster: ClusterId, queue: str, work_s: float) -> bool:
         """Whether a request that waits for the cluster waits for the link from there."""
         home = home_of(queue)
-        state, link_id = self.states.get(home), (cluster, home)
-        if state is None:
+        state = self.states.get(home)
+        if state is None or self._shares is None:
             return False
-        return link_keeps_waiting(work_s, link_id, self._fleet.board.link(link_id), state)
+        return self._shares.waits_for_link(cluster, home, work_s, state, self._clock.now())
 
     def explain(
         self, request: Request, prompt: PromptHashes, home: ClusterId

@@ -26,6 +26,7 @@ from prfaas.scheduler.options import (
     PrefixSource,
     alone_option,
     best_option,
+    estimated_bps,
     link_drain_s,
     prefix_across,
     prefix_within,
@@ -33,7 +34,7 @@ from prfaas.scheduler.options import (
 from prfaas.scheduler.plan import Plan
 from prfaas.scheduler.request import Request
 from prfaas.scheduler.state import ShortTermState
-from prfaas.scheduler.view import ClusterView, View
+from prfaas.scheduler.view import ClusterView, LinkId, View
 from prfaas.scheduler.waiting import Hold
 from prfaas.types import ClusterId
 
@@ -74,8 +75,8 @@ def option_cost_s(
 ) -> float:
     """The request's own time to first token, and the delay of later requests."""
     rules = state.rules.adaptive
-    cost_s = _own_time_s(request, option, view, state)
     threshold = max(plan.threshold_tokens, 1)
+    cost_s = _own_time_s(request, option, view, state, threshold)
     wait_s = option.start_s - view.now_s
     if option.alone:
         # Those that decode on the node are delayed, too. It may be given the other role as well,
@@ -108,8 +109,8 @@ def _link_price_s(
     only other way, whose wait bounds that of the link, and in simulations of a link that is slow
     for a minute the mean time to first token was up to 4% higher with the price."""
     link_id = (option.cluster, view.local.cluster)
-    link = view.links[link_id]
-    wait_s = link_drain_s(link_id, link, state) - (option.end_s - view.now_s)
+    drain_s = _drain_s(link_id, view, state, threshold)
+    wait_s = drain_s - (option.end_s - view.now_s) - _wait_at_router_s(option, view)
     if wait_s <= 0:
         return 0.0
     costs, tokens = view.costs, request.prompt_tokens
@@ -118,14 +119,45 @@ def _link_price_s(
     return state.rules.adaptive.congestion_price * wait_s * units
 
 
-def _own_time_s(request: Request, option: Option, view: View, state: ShortTermState) -> float:
-    """The request's time to first token, with its wait at the router. A request that a decode node
-    serves alone does not wait there for a prefill node."""
-    own_s = sum(forecast(request, option, view, state))
+def _own_time_s(
+    request: Request, option: Option, view: View, state: ShortTermState, threshold: int
+) -> float:
+    """The request's time to first token, with its wait at the router."""
+    found = forecast(request, option, view, state)
+    if option.alone or option.cluster not in view.held:
+        return found.ttft_s
+    own_s = found.ttft_s + _wait_at_router_s(option, view)
+    if option.cluster == view.local.cluster:
+        return own_s
+    # The requests before it need the link, too.
+    link_id = (option.cluster, view.local.cluster)
+    link, tokens = view.links[link_id], request.prompt_tokens
+    nbytes = view.costs.handoff_bytes(tokens, tokens - option.cached_tokens)
+    sent_s = nbytes * 8 / estimated_bps(link_id, link, state)
+    sent_s += _drain_s(link_id, view, state, threshold)
+    return max(own_s, sent_s + link.rtt_s + found.decode_s)
+
+
+def _wait_at_router_s(option: Option, view: View) -> float:
+    """A request that a decode node serves alone does not wait there for a prefill node."""
     held = view.held.get(option.cluster)
-    if held is not None and not option.alone:
-        own_s += held.up_to(option.prefill_s) / _prefill_nodes(option.cluster, view)
-    return own_s
+    if held is None or option.alone:
+        return 0.0
+    return held.up_to(option.prefill_s) / _prefill_nodes(option.cluster, view)
+
+
+def _drain_s(link_id: LinkId, view: View, state: ShortTermState, threshold: int) -> float:
+    """Seconds until the link has sent what was dispatched to it, and about what the home's own
+    requests that wait for the PrfaaS cluster will send: as if each were as long as the
+    threshold."""
+    link, costs = view.links[link_id], view.costs
+    drain_s = link_drain_s(link_id, link, state)
+    held = view.held.get(link_id[0])
+    if held is None:
+        return drain_s
+    count = held.own_s / costs.prefill_s[link_id[0]](threshold, 0)
+    nbytes = count * costs.handoff_bytes(threshold, threshold)
+    return drain_s + nbytes * 8 / estimated_bps(link_id, link, state)
 
 
 def alternatives(

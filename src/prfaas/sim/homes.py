@@ -15,9 +15,9 @@ from prfaas.scheduler.homes.elsewhere import HomeContext, route_from
 from prfaas.scheduler.homes.fair_shares import (
     SharedCluster,
     ShareUses,
-    link_keeps_waiting,
     planned_together,
     share_hold,
+    waits_for_link,
     weights_by_cluster,
 )
 from prfaas.scheduler.homes.plans import first_plans, home_name
@@ -101,12 +101,7 @@ class SimHomes:
             found,
             request,
             home,
-            SharedCluster(
-                cluster,
-                self._weights[cluster],
-                self._uses.of_homes(cluster, now_s),
-                [ClusterId(name) for name in room.wanting(cluster)],
-            ),
+            self._shared(cluster, now_s, [ClusterId(name) for name in room.wanting(cluster)]),
             board.node(found.prefill),
             now_s,
             # The simulator's nodes take as long as their profiles state.
@@ -146,13 +141,22 @@ class SimHomes:
             weight = self._weights[taken.cluster][home]
         room.record_dispatch(taken.cluster, taken.prefill_s / weight, home)
 
-    def is_blocked(self, board: Board, cluster: ClusterId, home: str, work_s: float) -> bool:
+    def _shared(
+        self, cluster: ClusterId, now_s: float, wanting: Sequence[ClusterId] = ()
+    ) -> SharedCluster:
+        used_s = self._uses.of_homes(cluster, now_s)
+        return SharedCluster(cluster, self._weights[cluster], used_s, wanting)
+
+    def is_blocked(
+        self, cluster: ClusterId, home: str, work_s: float, board: Board, now_s: float
+    ) -> bool:
         """Whether a request that waits for the cluster waits for the link from there."""
         if cluster not in self._weights:
             return False
-        link_id = (cluster, ClusterId(home))
-        state = self._states[ClusterId(home)]
-        return link_keeps_waiting(work_s, link_id, board.link(link_id), state)
+        name = ClusterId(home)
+        link_id = (cluster, name)
+        shared, state = self._shared(cluster, now_s), self._states[name]
+        return waits_for_link(name, shared, work_s, link_id, board.link(link_id), state)
 
     def has_room(self, cluster: ClusterId, board: Board, now_s: float) -> bool:
         return has_room_at(board.cluster(cluster), now_s, self._rules)

@@ -147,7 +147,7 @@ class World:
             slots=self.slots,
             kv_bytes=config.decode_kv_bytes,
         )
-        self.waiting_room.is_blocked = partial(self.homes.is_blocked, self.board)
+        self.waiting_room.is_blocked = self._is_blocked
         self.nodes: dict[NodeId, SimNode] = {}
         for cluster, names, _ in members:
             for name in names:
@@ -245,6 +245,9 @@ class World:
         for copy in attempt.route.copies:
             self._copy(attempt, copy)
         self.next_prefill(node)
+
+    def _is_blocked(self, cluster: ClusterId, home: str, work_s: float) -> bool:
+        return self.homes.is_blocked(cluster, home, work_s, self.board, self.events.now_s)
 
     # Copies of cached prefixes --------------------------------------------------------------------
 

@@ -15,9 +15,9 @@ from prfaas.scheduler.homes.fair_shares import (
     LINK_AHEAD_S,
     SharedCluster,
     ShareUses,
-    link_keeps_waiting,
     planned_work,
     share_hold,
+    waits_for_link,
     weights_by_cluster,
 )
 from prfaas.scheduler.request import Request, Route
@@ -131,27 +131,35 @@ def test_requests_do_not_pass_the_waiting_ones_of_their_home() -> None:
     assert held(free_at_s=NOW_S, east_s=0.0, wanting=(EAST,)) is None
 
 
-def test_kv_that_would_wait_for_the_link_is_not_prefilled_yet() -> None:
+def test_a_home_that_is_ahead_prefills_nothing_that_would_wait_for_its_link() -> None:
     full_s = 2.0 + LINK_AHEAD_S  # the prefill takes 2 s
-    assert held(free_at_s=NOW_S, east_s=0.0, drain_s=full_s) is None
-    found = held(free_at_s=NOW_S, east_s=0.0, drain_s=full_s + 0.1)
-    assert found == Hold("the link from north has enough to carry", NORTH, 2.0, 3.0)
+    assert held(free_at_s=NOW_S, drain_s=full_s) is None
+    found = held(free_at_s=NOW_S, drain_s=full_s + 0.1)
+    assert found is not None and found.cluster == NORTH
     assert held(free_at_s=NOW_S + 0.4, drain_s=full_s + 0.3) is None, "it begins later"
     idle_s = NOW_S - 2 * IDLE_S
     assert held(free_at_s=idle_s, drain_s=full_s + 0.1) is not None, "an idle node does not help"
 
 
+def test_a_home_within_its_share_prefills_for_a_full_link() -> None:
+    """Else a home whose link is nearly full would lose its share to homes with idle links."""
+    assert held(free_at_s=NOW_S, east_s=0.0, drain_s=99.0, wanting=(EAST, WEST)) is None
+
+
 def test_requests_for_a_full_link_are_retried_when_it_has_carried_more() -> None:
-    def keeps_waiting(backlog_s: float, *, up: bool = True, bps: float | None = None) -> bool:
+    def waits(
+        backlog_s: float, *, up: bool = True, bps: float | None = None, east_s: float = 30.0
+    ) -> bool:
         rate = 8e9 if bps is None else bps
         link = LinkView(up, 8e9, 0.01, None, rate / 8 * backlog_s)
         links = {} if bps is None else {LINK: LinkState(bps=bps)}
         state = ShortTermState(SchedulerSection(), links)
-        return link_keeps_waiting(2.0, LINK, link, state)
+        shared = SharedCluster(NORTH, {EAST: 2.0, WEST: 1.0}, {EAST: east_s, WEST: 1.0}, ())
+        return waits_for_link(EAST, shared, 2.0, LINK, link, state)
 
-    assert not keeps_waiting(LINK_AHEAD_S + 1.9)
-    assert keeps_waiting(LINK_AHEAD_S + 2.1)
+    assert not waits(LINK_AHEAD_S + 1.9)
+    assert waits(LINK_AHEAD_S + 2.1)
+    assert not waits(99.0, east_s=0.0), "its home is not ahead"
     # These may be no way any more.
-    assert not keeps_waiting(99.0, up=False)
-    assert not keeps_waiting(99.0, bps=3e9)
-    assert not link_keeps_waiting(2.0, LINK, None, ShortTermState(SchedulerSection()))
+    assert not waits(99.0, up=False)
+    assert not waits(99.0, bps=3e9)

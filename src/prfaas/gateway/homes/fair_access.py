@@ -18,10 +18,12 @@ from prfaas.scheduler.homes.fair_shares import (
     ShareUses,
     planned_together,
     share_hold,
+    waits_for_link,
     weights_by_cluster,
 )
 from prfaas.scheduler.plan import Plan
 from prfaas.scheduler.request import Route
+from prfaas.scheduler.state import ShortTermState
 from prfaas.scheduler.view import NodeView
 from prfaas.scheduler.waiting import Hold, WaitingRoom
 from prfaas.types import ClusterId, NodeId
@@ -60,19 +62,12 @@ class FairAccess:
     def find_hold(
         self, placement: PlacementRequest, found: Route, now_s: float, drain_s: float
     ) -> Hold | None:
-        """The hold of a request whose home is ahead of its share or has a full link; None: it may
-        go. `drain_s`: how long the link needs for what was dispatched to it."""
-        weights = self._weights_at(found.cluster, placement.home)
-        if not weights:
+        """The hold of a request whose home is ahead of its share; None: it may go. `drain_s`: how
+        long the link to the home needs for what was dispatched to it."""
+        wanting = self._wanting(found.cluster)
+        shared = self._shared(found.cluster, placement.home, wanting, now_s)
+        if shared is None:
             return None
-        used_s = dict(self._uses.of_homes(found.cluster, now_s))
-        wanting = set(self._wanting(found.cluster))
-        for home, use in self._other_uses(found.cluster, now_s).items():
-            if home in weights:
-                used_s[home] = used_s.get(home, 0.0) + use.used_s
-                if use.wants:
-                    wanting.add(home)
-        shared = SharedCluster(found.cluster, weights, used_s, wanting & weights.keys())
         return share_hold(
             found,
             placement.request,
@@ -84,6 +79,37 @@ class FairAccess:
             queue_s=self._queue_s,
             drain_s=drain_s,
         )
+
+    def waits_for_link(
+        self,
+        cluster: ClusterId,
+        home: ClusterId,
+        prefill_s: float,
+        state: ShortTermState,
+        now_s: float,
+    ) -> bool:
+        """Whether a request that waits for a PrfaaS cluster waits for the link from there."""
+        shared = self._shared(cluster, home, (), now_s)
+        link_id = (cluster, home)
+        link = self._fleet.board.link(link_id)
+        return shared is not None and waits_for_link(home, shared, prefill_s, link_id, link, state)
+
+    def _shared(
+        self, cluster: ClusterId, home: ClusterId, wanting: Iterable[ClusterId], now_s: float
+    ) -> SharedCluster | None:
+        """A PrfaaS cluster as a home shares it. `wanting`: by this gateway. None before the first
+        plan."""
+        weights = self._weights_at(cluster, home)
+        if not weights:
+            return None
+        used_s = dict(self._uses.of_homes(cluster, now_s))
+        wants = set(wanting)
+        for other, use in self._other_uses(cluster, now_s).items():
+            if other in weights:
+                used_s[other] = used_s.get(other, 0.0) + use.used_s
+                if use.wants:
+                    wants.add(other)
+        return SharedCluster(cluster, weights, used_s, wants & weights.keys())
 
     def weight(self, cluster: ClusterId, queue: str) -> float:
         """The weight at a cluster of the home to which a queue belongs."""

@@ -6,16 +6,14 @@ the router while the home has had more than its share:
 
     another home's requests wait for the cluster    the free node is for them
     the node has enough work already                the request would stand before theirs
+    the home's link has enough to carry             its KV would wait there, and the node would have
+                                                    been busy for that instead of for theirs
 
 Once requests of a home wait, its later requests do not pass them on the way to a busy node. The
 home that is behind its share takes no notice of all that: its requests go to the node at once.
 
-A link to one home may be full while the cluster has nodes. A prefill whose KV would wait for the
-link takes a node from the other homes, and its request gets its first token no sooner. So the
-requests of any home wait at the router while its link has enough to carry (`waits_for_link`). They
-want no node meanwhile.
-
-A share that its home does not use is not lost: a request of any home gets a node that is free. The
+A share that its home does not use is not lost: a request of any home gets a node that is free, if
+the link to the home has room. The
 gateway and the simulator both ask `share_hold` before every dispatch to a PrfaaS cluster. With one
 home there is nothing to share, and they do not ask.
 """
@@ -38,9 +36,9 @@ from prfaas.types import ClusterId
 
 TIME_CONSTANT_S = 20.0  # after which an earlier use counts 1/e
 IDLE_S = 1.0  # a node that was idle for longer is free for every home
-# A link has enough to carry if what was dispatched to it lasts so long after the end of the next
-# prefill. A link that is waited for is then never idle: a retry, the round trip of a dispatch and a
-# short wait for a node take less. More would be prefilled for the link's queue alone.
+# A link has enough to carry if what was dispatched to it will last for so long after the end of the
+# next prefill. A retry, the round trip of a dispatch and a short wait for a node take less, so that
+# the link is not idle. More would be prefilled for the link's queue alone.
 LINK_AHEAD_S = 2.0
 _SLOW_LINK = 0.5  # of its configured bandwidth
 _NEGLIGIBLE = 1e-9  # prefill seconds per second
@@ -132,22 +130,6 @@ class ShareUses:
 # Decisions ---------------------------------------------------------------------------------------
 
 
-def _behind(
-    home: ClusterId,
-    used_s: Mapping[ClusterId, float],
-    weights: Mapping[ClusterId, float],
-    others: Collection[ClusterId],
-    margin_s: float,
-) -> ClusterId | None:
-    """One of the `others` that has had less of its share than this home. `margin_s`: prefill
-    seconds that the home may have had more."""
-    had = (used_s.get(home, 0.0) - margin_s) / weights[home]
-    for other in others:
-        if other != home and used_s.get(other, 0.0) / weights[other] < had:
-            return other
-    return None
-
-
 class SharedCluster(NamedTuple):
     """A PrfaaS cluster as its homes share it now."""
 
@@ -155,6 +137,20 @@ class SharedCluster(NamedTuple):
     weights: Mapping[ClusterId, float]  # of all homes
     used_s: Mapping[ClusterId, float]  # by home; 0 where none is given
     wanting: Collection[ClusterId]  # homes whose requests wait for room there
+
+
+def _behind(
+    home: ClusterId, shared: SharedCluster, others: Collection[ClusterId], stated_s: float
+) -> ClusterId | None:
+    """One of the `others` that has had less of its share than this home, which may be ahead by its
+    part of a prefill of `stated_s`."""
+    used_s, weights = shared.used_s, shared.weights
+    margin_s = weights[home] / sum(weights.values()) * stated_s
+    had = (used_s.get(home, 0.0) - margin_s) / weights[home]
+    for other in others:
+        if other != home and used_s.get(other, 0.0) / weights[other] < had:
+            return other
+    return None
 
 
 def share_hold(
@@ -170,23 +166,20 @@ def share_hold(
     drain_s: float,
 ) -> Hold | None:
     """The hold of a request that has the route `found` to a PrfaaS cluster, but whose home is ahead
-    of its share there or has a full link from there; None: it may go. `node` is the prefill node of
-    the route, `stated_s` the stated duration of the prefill, `queue_s` the prefill work that keeps
-    a node busy, and `drain_s` how long the link needs for what was dispatched to it.
+    of its share there; None: it may go. `node` is the prefill node of the route, `stated_s` the
+    stated duration of the prefill, `queue_s` the prefill work that keeps a node busy, and `drain_s`
+    how long the link to the home needs for what was dispatched to it.
 
     A home may be ahead by its part of the request's own prefill. Without that, two homes that send
     what the plan gives them would hold each other's requests in turn. With more, a home without a
     planned flow could always have a prefill at the cluster, at the cost of those that have one."""
     wait_s = node.free_at_s - now_s
-    if waits_for_link(max(wait_s, 0.0) + found.prefill_s, drain_s):
-        reason = f"the link from {shared.cluster} has enough to carry"
-        return Hold(reason, shared.cluster, found.prefill_s, request.arrived_s)
-    if wait_s < -IDLE_S:
+    full = drain_s - max(wait_s, 0.0) - found.prefill_s > LINK_AHEAD_S
+    if wait_s < -IDLE_S and not full:
         return None
     cluster, busy = shared.cluster, wait_s > queue_s
-    others: Collection[ClusterId] = shared.weights if busy else shared.wanting
-    part = shared.weights[home] / sum(shared.weights.values())
-    behind = _behind(home, shared.used_s, shared.weights, others, part * stated_s)
+    others: Collection[ClusterId] = shared.weights if busy or full else shared.wanting
+    behind = _behind(home, shared, others, stated_s)
     if behind is not None:
         reason = f"{behind} has had less of its share of {cluster}"
     elif busy and home in shared.wanting:
@@ -196,20 +189,21 @@ def share_hold(
     return Hold(reason, cluster, found.prefill_s, request.arrived_s)
 
 
-def waits_for_link(prefilled_s: float, drain_s: float) -> bool:
-    """Whether the KV of a prefill that ends in `prefilled_s` would wait for a link that needs
-    `drain_s` for what was dispatched to it."""
-    return drain_s - prefilled_s > LINK_AHEAD_S
-
-
-def link_keeps_waiting(
-    prefill_s: float, link_id: LinkId, link: LinkView | None, state: ShortTermState
+def waits_for_link(
+    home: ClusterId,
+    shared: SharedCluster,
+    prefill_s: float,
+    link_id: LinkId,
+    link: LinkView | None,
+    state: ShortTermState,
 ) -> bool:
-    """Whether a request that waits for a PrfaaS cluster, with a prefill of `prefill_s`, need not be
-    retried before its home's link has carried more. One that is down or has become slow may be no
-    way any more, so that its requests are retried as others are."""
+    """Whether a request that waits for the cluster need not be retried before its home's link has
+    carried more: its home is ahead of its share, too. A link that is down or has become slow may be
+    no way any more, so that its requests are retried as others are."""
     if link is None or not link.up:
         return False
     if estimated_bps(link_id, link, state) < _SLOW_LINK * link.capacity_bps:
         return False
-    return waits_for_link(prefill_s, link_drain_s(link_id, link, state))
+    if link_drain_s(link_id, link, state) - prefill_s <= LINK_AHEAD_S:
+        return False
+    return _behind(home, shared, shared.weights, prefill_s) is not None
