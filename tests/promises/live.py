@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
+import math
 import os
 import random
 import re
@@ -240,9 +241,14 @@ class Run:
     home: str  # empty: it serves all
     process: Process
     started_s: float
+    ready_s: float = math.inf
     killed_s: float | None = None
     metrics: str = ""  # at the end; empty: the process was killed
     state: Any = None
+
+    @property
+    def was_killed(self) -> bool:
+        return self.killed_s is not None
 
     @property
     def lines(self) -> list[RequestOutcome]:
@@ -267,7 +273,7 @@ class Drained:
     cluster: str
     followed_s: float
     kept: bool
-    returned_s: float = float("inf")  # when its return was ordered
+    returned_s: float = math.inf  # when its return was ordered
 
 
 @dataclass(slots=True)
@@ -280,6 +286,13 @@ class Played:
     world: World
     drains: list[Drained]
     left: list[str]  # what was left behind
+
+    def outages(self, home: str) -> list[tuple[float, float]]:
+        """When no gateway of this home listened: from each kill until the next one was ready."""
+        runs = [run for run in self.runs if run.home in ("", home)]
+        nexts = [*(run.ready_s for run in runs[1:]), math.inf]
+        pairs = zip(runs, nexts, strict=True)
+        return [(run.killed_s, ready_s) for run, ready_s in pairs if run.killed_s is not None]
 
     def log(self, chars: int) -> str:
         """The end of what every gateway has said."""
@@ -354,6 +367,10 @@ class _Player:
         self.runs.append(run)
         return run
 
+    async def _ready(self, run: Run) -> None:
+        await asyncio.to_thread(run.process.ready, GatewayReady)
+        run.ready_s = time.monotonic()
+
     async def play(self) -> Played:
         present = {
             node
@@ -370,8 +387,7 @@ class _Player:
             ):
                 for home in self._urls:
                     self._start(home)
-                for run in self.runs:
-                    await asyncio.to_thread(run.process.ready, GatewayReady)
+                await asyncio.gather(*(self._ready(run) for run in self.runs))
                 await self._until(self._all_alive(present), "all nodes are alive")
                 await self._send_traffic()
                 await self._remember_drains()
@@ -453,7 +469,7 @@ class _Player:
 
     async def _remember_drains(self) -> None:
         """Where a cluster is still drained, all gateways are lost at once, and asked again."""
-        if not any(drain.returned_s == float("inf") for drain in self.drains):
+        if not any(drain.returned_s == math.inf for drain in self.drains):
             return
         asking = {}
         await asyncio.gather(*(self._kill(home) for home in self._urls))
@@ -524,8 +540,7 @@ class _Player:
         """The traffic waits until it listens."""
         if self._run_of(home).killed_s is not None:
             begun_s = time.monotonic()
-            run = self._start(self._gateway_of(home))
-            await asyncio.to_thread(run.process.ready, GatewayReady)
+            await self._ready(self._start(self._gateway_of(home)))
             self._paused_s += time.monotonic() - begun_s
 
     async def _drain(self, cluster: str, *, drained: bool) -> None:
@@ -645,9 +660,14 @@ class _Player:
 
     async def _read_accounts(self) -> None:
         for run in self._living():
-            url = f"{self._urls[run.home]}/metrics"
-            async with self._http.get(url, headers=bearer(OPERATOR)) as response:
-                run.metrics = await response.text()
+
+            async def is_idle(run: Run = run) -> bool:
+                url = f"{self._urls[run.home]}/metrics"
+                async with self._http.get(url, headers=bearer(OPERATOR)) as response:
+                    run.metrics = await response.text()
+                return "\nprfaas_gateway_requests_in_flight 0.0\n" in run.metrics
+
+            await self._until(is_idle, "no request is in flight")
 
 
 def _named(status: int, code: str) -> str:

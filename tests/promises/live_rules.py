@@ -33,11 +33,11 @@ def every_accepted_request_ends_in_one_named_way(played: Played) -> Iterator[str
         if len(lines) > 1:
             yield f"{one.id} has {len(lines)} log lines"
         found = lines[0][1].outcome if lines else "nothing"
-        if one.end == "gone" and _was_killed(played, one):
+        if one.end == "gone" and _met_outage(played, one):
             continue  # with its gateway, which may have logged its end before
-        if not lines and _was_killed(played, one, UNLOGGED_S):
+        if not lines and _met_outage(played, one, UNLOGGED_S):
             continue  # it was killed between the end of the answer and its log line
-        if one.end == "refused" and _was_killed(played, one):
+        if one.end == "refused" and _met_outage(played, one):
             if lines:
                 yield f"{one.id} was not accepted, and was logged as {found}"
         elif one.end == "cancelled" and (lines or not one.status):
@@ -51,7 +51,7 @@ def every_accepted_request_ends_in_one_named_way(played: Played) -> Iterator[str
     for name in told:
         yield f"{name} was logged, and not sent"
     for run in played.runs:
-        if run.killed_s is None:
+        if not run.was_killed:
             logged = Counter(line.outcome for line in run.lines)
             if logged != run.counted():
                 yield f"the log has {dict(logged)} and the metrics {dict(run.counted())}"
@@ -71,7 +71,7 @@ def a_home_with_a_live_node_is_served(played: Played) -> Iterator[str]:
             continue
         if one.end == "cancelled" and one.leaves_s is not None:
             continue
-        if one.end in ("gone", "refused") and _was_killed(played, one):
+        if one.end in ("gone", "refused") and _met_outage(played, one):
             continue
         if one.end == "broken" and _decode_was_lost(played, one):
             continue
@@ -123,7 +123,7 @@ def a_drained_cluster_gets_nothing_new(played: Played) -> Iterator[str]:
                         yield f"{one.id} reached {work.host}, which is drained"
         if ends_s == math.inf:
             for run in played.runs:
-                if run.killed_s is None and not _is_drained(run, drain.cluster):
+                if not run.was_killed and not _is_drained(run, drain.cluster):
                     yield f"the gateway {run.home} does not know that {drain.cluster} is drained"
 
 
@@ -149,12 +149,11 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def _was_killed(played: Played, one: Asked, later_s: float = 0.0) -> bool:
-    """Whether a gateway of its home was lost before it ended, or so much later."""
+def _met_outage(played: Played, one: Asked, later_s: float = 0.0) -> bool:
+    """Whether no gateway of its home listened between its start and its end, or so much later."""
     until_s = one.ended_s + later_s
     return any(
-        run.killed_s is not None and run.home in ("", one.home) and run.killed_s <= until_s
-        for run in played.runs
+        from_s <= until_s and one.sent_s <= to_s for from_s, to_s in played.outages(one.home)
     )
 
 
