@@ -68,6 +68,7 @@ class Decision(msgspec.Struct, frozen=True):
     threshold_factor: float
     changed_s: float | None
     paces: dict[ClusterId, float] = {}
+    shared: bool = False
     route: Route | None = None
     hold: Hold | None = None
 
@@ -127,6 +128,7 @@ def _decision(request: Request, choice: Choice, plan: Plan, state: ShortTermStat
         threshold_factor=state.threshold_factor,
         changed_s=_finite(state.changed_s),
         paces=dict(view.costs.paces),
+        shared=view.shared,
         route=taken if isinstance(taken, Route) else None,
         hold=taken if isinstance(taken, Hold) else None,
     )
@@ -171,6 +173,7 @@ def _view(decision: Decision, costs: Costs) -> View:
         costs,
         group_prefixes(decision.cached, numbers),
         decision.held,
+        decision.shared,
     )
 
 

@@ -110,7 +110,9 @@ def _link_price_s(
     for a minute the mean time to first token was up to 4% higher with the price."""
     link_id = (option.cluster, view.local.cluster)
     drain_s = _drain_s(link_id, view, state, threshold)
-    wait_s = drain_s - (option.end_s - view.now_s) - _wait_at_router_s(option, view)
+    wait_s = drain_s - (option.end_s - view.now_s)
+    if view.shared:
+        wait_s -= _wait_at_router_s(option, view)
     if wait_s <= 0:
         return 0.0
     costs, tokens = view.costs, request.prompt_tokens
@@ -124,10 +126,9 @@ def _own_time_s(
 ) -> float:
     """The request's time to first token, with its wait at the router."""
     found = forecast(request, option, view, state)
-    if option.alone or option.cluster not in view.held:
-        return found.ttft_s
     own_s = found.ttft_s + _wait_at_router_s(option, view)
-    if option.cluster == view.local.cluster:
+    waits_for_link = view.shared and option.cluster in view.held
+    if not waits_for_link or option.cluster == view.local.cluster:
         return own_s
     # The requests before it need the link, too.
     link_id = (option.cluster, view.local.cluster)
@@ -147,13 +148,13 @@ def _wait_at_router_s(option: Option, view: View) -> float:
 
 
 def _drain_s(link_id: LinkId, view: View, state: ShortTermState, threshold: int) -> float:
-    """Seconds until the link has sent what was dispatched to it, and about what the home's own
-    requests that wait for the PrfaaS cluster will send: as if each were as long as the
-    threshold."""
+    """Seconds until the link has sent what was dispatched to it. Where requests wait at the router
+    for links, also about what the home's own ones that wait for the PrfaaS cluster will send: as if
+    each were as long as the threshold."""
     link, costs = view.links[link_id], view.costs
     drain_s = link_drain_s(link_id, link, state)
     held = view.held.get(link_id[0])
-    if held is None:
+    if held is None or not view.shared:
         return drain_s
     count = held.own_s / costs.prefill_s[link_id[0]](threshold, 0)
     nbytes = count * costs.handoff_bytes(threshold, threshold)

@@ -210,7 +210,9 @@ class Board:
                 self._numbers = {name: number for number, name in enumerate(self._nodes)}
             cached = group_prefixes(cached, self._numbers)
         at = self._homes.get(home)
-        return View(now_s, at.local, at.remotes, at.links, at.costs, cached, held)
+        return View(
+            now_s, at.local, at.remotes, at.links, at.costs, cached, held, self._homes.several
+        )
 
     def set_costs(self, costs: Costs, home: ClusterId | None = None) -> None:
         """Replaces the costs of a PD cluster (the first one, if it is not given), from the next

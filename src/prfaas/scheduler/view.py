@@ -231,6 +231,9 @@ class View(NamedTuple):
     costs: Costs
     cached: CachedPrefixes
     held: Mapping[ClusterId, HeldWork]  # prefill work in the waiting room, per cluster
+    # Whether other PD clusters use the PrfaaS clusters, too: requests then also wait in the waiting
+    # room for links (`homes.fair_shares`).
+    shared: bool = False
 
     def cluster(self, name: ClusterId) -> ClusterView:
         if name == self.local.cluster:

@@ -39,6 +39,7 @@ class BoardHomes:
         links: Mapping[LinkId, LinkView],
     ) -> None:
         only = len(costs) == 1
+        self.several = not only
         self._homes: dict[ClusterId, BoardHome] = {}
         for name, of_home in costs.items():
             remotes = tuple(
