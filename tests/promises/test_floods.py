@@ -111,7 +111,7 @@ def check(policy: str, flooding: int, elsewhere: bool, seeds: tuple[tuple[int, .
     "elsewhere",
     [pytest.param(True, marks=pytest.mark.slow), pytest.param(False, marks=pytest.mark.grid)],
 )
-@pytest.mark.parametrize("flooding", [pytest.param(0, marks=pytest.mark.grid), 1])
+@pytest.mark.parametrize("flooding", [0, 1])
 @pytest.mark.parametrize("policy", [pytest.param("paper", marks=pytest.mark.grid), "adaptive"])
 def test_a_flood_does_not_reach_the_other_pd_cluster(
     policy: str, flooding: int, elsewhere: bool
