@@ -100,7 +100,8 @@ def measure_gateway() -> Iterator[Sample]:
     """The nodes are much faster than their profile. The first requests show how soon a gateway
     gives the next one to a node that has finished, before it has learned how fast the nodes are."""
     requests = gateway.requests_of(TOKENS)
-    for _ in range(STARTS):
+    for number in range(STARTS):
+        policies = [*gateway.POLICIES[number:], *gateway.POLICIES[:number]]
         with tempfile.TemporaryDirectory() as name, _started(Path(name)) as targets:
 
             def load(target: str, streams: int, seconds: float) -> dict[str, float]:
@@ -121,11 +122,11 @@ def measure_gateway() -> Iterator[Sample]:
                 served = load(policy, STREAMS, seconds)["requests_per_s"]
                 return Sample(f"gateway.{policy}.{figure}", served, echo)
 
-            _settle(list(targets.values()))
-            for policy in gateway.POLICIES:
+            _settle([pid for target in targets.values() for pid in target.pids])
+            for policy in policies:
                 yield rate(policy, "first", 0.4)
             for _ in range(ROUNDS):
-                for policy in gateway.POLICIES:
+                for policy in policies:
                     yield rate(policy, "rate", 0.2)
                     echo_ms = load("echo", 1, 0.2)["ttft_p50_ms"]
                     added_ms = load(policy, 1, 0.2)["ttft_p50_ms"]
@@ -144,14 +145,22 @@ def _started(folder: Path) -> Iterator[dict[str, gateway.Target]]:
         yield {**found, "echo": gateway.Target([port], [echo.pid])}
 
 
-def _settle(targets: Sequence[gateway.Target]) -> None:
+def _settle(pids: Sequence[int]) -> None:
     """Waits until the gateways that have just started have made their plans."""
     until_s = time.monotonic() + SETTLE_S
-    busy_s = before_s = sum(target.cpu_s() for target in targets)
-    while busy_s > 0.05 and time.monotonic() < until_s:
+    before_s = sum(map(_runnable_s, pids))
+    while time.monotonic() < until_s:
         time.sleep(0.5)
-        now_s = sum(target.cpu_s() for target in targets)
-        busy_s, before_s = now_s - before_s, now_s
+        now_s = sum(map(_runnable_s, pids))
+        if now_s - before_s < 0.25:
+            return
+        before_s = now_s
+
+
+def _runnable_s(pid: int) -> float:
+    """For how long the threads of a process have run or waited for a core."""
+    threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(sum(map(int, file.read_text().split()[:2])) for file in threads) / 1e9
 
 
 # The index ----------------------------------------------------------------------------------------
