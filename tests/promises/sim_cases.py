@@ -181,11 +181,12 @@ class Watched(World):
         return [node for node in nodes if paces[node.name] <= LIKE * least]
 
     def _is_cut_off(self, cluster: ClusterId, home: ClusterId) -> bool:
-        """Whether the link from a cluster to the home is full, as far as the router knows. Requests
-        of a home that is lost decode elsewhere."""
-        living = {node.cluster for node in self.nodes.values() if is_usable(node)}
-        targets = [home] if home in living else self._decoding_for(home)[1:]
-        return all(self._has_full_link(cluster, one) for one in targets if one in living)
+        """Whether a link from a cluster is full, as far as the router knows, over which a request
+        of the home would come back. Where no node decodes there, it decodes elsewhere."""
+        decoding = {n.cluster for n in self.nodes.values() if is_usable(n) and n.role == "decode"}
+        targets = [home] if home in decoding else self._decoding_for(home)[1:]
+        ways = [one for one in targets if one in decoding]
+        return not ways or any(self._has_full_link(cluster, one) for one in ways)
 
     def _has_full_link(self, cluster: ClusterId, home: ClusterId) -> bool:
         link_id = cluster, home
@@ -213,10 +214,10 @@ class Watched(World):
                 found.append(f"{name}: active, decoding, prefills, queued {booked}")
             if view.free_kv_bytes != node.free_kv_bytes:
                 found.append(f"{name}: decode memory")
-        for link_id, link in self.links.items():
+        for link_id in self.links:
             view_of_link = self.board.link(link_id)
             pending = 0 if view_of_link is None else view_of_link.pending_bytes
-            if pending or not link.idle:
+            if pending:
                 found.append(f"{link_id}: {pending} bytes pending")
         return found
 

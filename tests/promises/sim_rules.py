@@ -117,10 +117,10 @@ def no_idle_node_while_a_request_waits(run: Run) -> Iterator[str]:
     is as fast as the others."""
     for idle in run.idle:
         limit_s = AT_ONCE_S
-        if idle.cluster is None or _happens_between(run, idle.from_s - REPORTED_S, idle.until_s):
-            limit_s = REPORTED_S
-        elif len(run.case.traffic) > 1:
+        if idle.cluster is not None and len(run.case.traffic) > 1:
             limit_s = REPORTED_S + KEPT_FOR_OTHERS_S
+        elif idle.cluster is None or _happens_between(run, idle.from_s - REPORTED_S, idle.until_s):
+            limit_s = REPORTED_S
         if idle.until_s - idle.from_s > limit_s:
             what = "any node" if idle.cluster is None else idle.cluster
             yield (
