@@ -58,9 +58,7 @@ _STEP_S = 0.002
 _NETS = itertools.count()
 
 # Waits that are long beside a case; the others are the defaults.
-QUICK: dict[str, Any] = {
-    "timeouts": {"queue_s": 30.0, "first_plan_s": 0.5, "link_down_s": 1.0, "drain_s": 1.0}
-}
+QUICK = {"queue_s": 30.0, "first_plan_s": 0.5, "link_down_s": 1.0, "drain_s": 1.0}
 
 
 # The file ----------------------------------------------------------------------------------------
@@ -116,12 +114,23 @@ def deployment(case: Case, hosts: dict[str, str], gateways: dict[str, str]) -> d
         "gateways": [{"cluster": home, "url": url} for home, url in gateways.items()],
         "scheduler": {"policy": case.policy, "correction": {"least_s": 0.002}},
         "gateway": {
-            **QUICK,
+            "timeouts": timeouts(case),
             "operator_key_file": "operator.key",
             "member_key_file": "member.key",
             "keys": [{"key": key, "tenant": tenant} for tenant, key in TENANTS.items()],
         },
     }
+
+
+def timeouts(case: Case) -> dict[str, float]:
+    found = dict(QUICK)
+    if remembers_drains(case):
+        # The first plan waits until the gateway knows what the kvds keep, but not for ever. It also
+        # waits for nodes, and where some are absent, every start would take so long.
+        found["first_plan_s"] = PATIENCE_S
+    if not served_throughout(case):  # nobody is promised an answer, so that nobody needs patience
+        found["queue_s"] = 2.0
+    return found
 
 
 # What is asked -----------------------------------------------------------------------------------
@@ -338,9 +347,6 @@ class _Player:
         urls = {name: host.url for name, host in self.world.hosts.items()}
         gateways = self._urls if self._case.deployment.gateway_per_home else {}
         raw = deployment(self._case, urls, gateways)
-        if not self._serving:  # nobody is promised an answer, so that nobody needs patience
-            timeouts = {**raw["gateway"]["timeouts"], "queue_s": 2.0}
-            raw["gateway"] = {**raw["gateway"], "timeouts": timeouts}
         (self._folder / "deployment.toml").write_text(toml(raw))
         (self._folder / "catalog.toml").write_text(toml(catalog(self._case)))
         (self._folder / "operator.key").write_text(f"{OPERATOR}\n")
@@ -714,6 +720,14 @@ def served_throughout(case: Case) -> set[str]:
     }
     homes = {home.name for home in drawn.homes}
     return own | {link.source for link in drawn.links if link.target in own} & homes
+
+
+def remembers_drains(case: Case) -> bool:
+    """Whether all kvds live all the time. A gateway that starts again learns from them which
+    clusters are drained, before it serves a request."""
+    kinds = {event.kind for event in case.events}
+    is_whole = not any(cluster.absent for cluster in case.deployment.clusters)
+    return "drained" in kinds and is_whole and not kinds & {"node_lost", "cluster_lost"}
 
 
 async def play(case: Case, folder: Path) -> Played:

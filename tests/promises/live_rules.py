@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 from prfaas.launch.request_outcomes import RequestOutcome
-from tests.promises.live import Asked, Drained, Played, Run, served_throughout
+from tests.promises.live import Asked, Played, Run, remembers_drains, served_throughout
 from tests.promises.stand_ins import expected_tokens
 
 UNLOGGED_S = 2.0  # in which a gateway logs a request whose client has all of its answer
@@ -114,7 +114,7 @@ def a_drained_cluster_gets_nothing_new(played: Played) -> Iterator[str]:
     for drain in played.drains:
         ends_s = drain.returned_s
         started = [run.started_s for run in played.runs if run.started_s > drain.followed_s]
-        if started and not _is_remembered(played, drain):
+        if started and not (drain.kept and remembers_drains(played.case)):
             ends_s = min([ends_s, *started])
         for one in played.asked:
             if drain.followed_s < one.sent_s and one.ended_s < ends_s:
@@ -125,12 +125,6 @@ def a_drained_cluster_gets_nothing_new(played: Played) -> Iterator[str]:
             for run in played.runs:
                 if not run.was_killed and not _is_drained(run, drain.cluster):
                     yield f"the gateway {run.home} does not know that {drain.cluster} is drained"
-
-
-def _is_remembered(played: Played, drain: Drained) -> bool:
-    """Where a majority of the kvds was lost meanwhile, nobody knows of the order any more."""
-    lost = any(event.kind in ("node_lost", "cluster_lost") for event in played.case.events)
-    return drain.kept and not lost
 
 
 def _is_drained(run: Run, cluster: str) -> bool:
