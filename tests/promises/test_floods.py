@@ -4,6 +4,7 @@ its first tokens per second and nearly its times to them. The live form of the p
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -32,6 +33,8 @@ KEPT_TTFT = 1.5
 # Runs whose requests count together: one run has few beyond the P90.
 FEW = ((3,), (4,))
 MANY = 20
+
+logger = logging.getLogger(__name__)
 
 # With or without decoding elsewhere, and which PD cluster floods.
 CASES = [(True, 0), (True, 1), (False, 0), (False, 1)]
@@ -103,7 +106,7 @@ def check(policy: str, flooding: int, elsewhere: bool, seeds: tuple[tuple[int, .
         f"{name} keeps {kept:.1%} of its rate; P90 TTFT {slower:.2f}x, "
         f"{calm.p90_s:.2f} s and then {flood.p90_s:.2f} s"
     )
-    print(said)  # with -s, also where all is well
+    logger.info("%s", said)  # --log-cli-level info
     assert kept >= KEPT_RATE and slower <= KEPT_TTFT, said
 
 
@@ -127,5 +130,5 @@ def test_a_flood_does_not_reach_the_other_pd_cluster_with_new_seeds(
     policy: str, elsewhere: bool, flooding: int, pytestconfig: pytest.Config
 ) -> None:
     seed = int(pytestconfig.getoption("seed", SEED))
-    print(f"make promises SEED={seed}")
+    logger.info("make promises SEED=%d", seed)
     check(policy, flooding, elsewhere, tuple((seed, number) for number in range(MANY)))
