@@ -329,6 +329,10 @@ class Board:
         if route.offloaded:
             self._reserve_link(route, -route.nbytes)
 
+    def has_own_prefills(self, name: NodeId) -> bool:
+        """Whether this router has not seen the end of a prefill there."""
+        return name in self._nodes and bool(self._nodes[name].unfinished)
+
     def own_prefills(self, name: NodeId, now_s: float) -> OwnPrefills:
         """Those that this router has not seen end."""
         node = self._nodes[name]

@@ -90,7 +90,7 @@ class Reports:
             world.board.record_link_report(link_id, link_stats)
         now = world.events.now_s
         if world.correction is not None:
-            world.correction.doubt_old(now)
+            world.correction.doubt_old(now, world.board.has_own_prefills)
             world.apply_correction()
         world.homes.adjust(world.board, world.waiting_room.work, now)
         if world.waiting_room:

@@ -130,6 +130,23 @@ def test_one_good_prefill_shows_that_a_node_has_recovered() -> None:
     assert not paces.paces
 
 
+def never_busy(node: NodeId) -> bool:
+    return False
+
+
+def test_slowness_is_not_doubted_while_the_node_has_yet_to_end_a_prefill() -> None:
+    paces = ProfileCorrection(RULES)
+    slow, fast = Node(paces, A, 20.0), Node(paces, B)
+    now_s = 0.0
+    for _ in range(8):
+        now_s = fast.prefill(slow.prefill(now_s))
+    known = paces.paces[A]
+    for _ in range(60):
+        now_s = fast.prefill(now_s)
+        paces.doubt_old(now_s, lambda node: node == A)
+    assert paces.paces == {A: known}
+
+
 def test_slowness_that_is_not_observed_is_doubted_and_one_prefill_shows_it_again() -> None:
     paces = ProfileCorrection(RULES)
     slow, fast = Node(paces, A, 20.0), Node(paces, B)
@@ -140,7 +157,7 @@ def test_slowness_that_is_not_observed_is_doubted_and_one_prefill_shows_it_again
     until_s = now_s + 60.0
     while paces.paces and now_s < until_s:
         now_s = fast.prefill(now_s)
-        paces.doubt_old(now_s)
+        paces.doubt_old(now_s, never_busy)
         if paces.paces.get(A, 1.0) != believed[-1]:
             believed.append(paces.paces.get(A, 1.0))
     assert believed == sorted(believed, reverse=True) and believed[-1] == 1.0
@@ -157,7 +174,7 @@ def test_a_cluster_that_gets_no_prefills_because_it_was_slow_is_tried_again() ->
     assert paces.factors == {HOME: 50.0}
     for _ in range(60):
         now_s += 1.0
-        paces.doubt_old(now_s)
+        paces.doubt_old(now_s, never_busy)
     assert paces.factors == {HOME: 2.0}, "that may be true, and hardly keeps requests away"
     now_s = only.prefill(now_s)
     assert paces.factors == {HOME: 50.0}

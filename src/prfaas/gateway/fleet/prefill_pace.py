@@ -64,7 +64,7 @@ class PrefillPace:
 
     def update(self) -> None:
         """Called twice a second: what was not observed for a while is believed less."""
-        self._paces.doubt_old(self._clock.now())
+        self._paces.doubt_old(self._clock.now(), self._board.has_own_prefills)
         self._apply()
 
     def _apply(self) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median, median_low
 
 from prfaas.config.deployment import CorrectionSection
@@ -117,10 +117,14 @@ class ProfileCorrection:
         self._learn(cluster)
         return took_s
 
-    def doubt_old(self, now_s: float) -> None:
-        """Believes slowness less that was not observed for a while. Comes about every second."""
-        for known in self._nodes.values():
-            if known.pace > 1 and _is_due(known.at_s, known.doubted_s, now_s):
+    def doubt_old(self, now_s: float, is_busy: Callable[[NodeId], bool]) -> None:
+        """Believes slowness less that was not observed for a while. Comes about every second.
+        `is_busy`: whether a node has yet to end prefills of this router. If so, nothing was
+        observed because it is slow."""
+        for node, known in self._nodes.items():
+            if known.pace <= 1 or is_busy(node):
+                continue
+            if _is_due(known.at_s, known.doubted_s, now_s):
                 known.pace, known.doubted_s = _snap(math.sqrt(known.pace)), now_s
                 known.ratios.clear()
         for cluster, factor in self.factors.items():
