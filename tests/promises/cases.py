@@ -266,7 +266,9 @@ def cases(draw: st.DrawFn, *, live: bool = False, events: int = 3) -> Case:
     """`live`: with what the simulator does not have. `events`: the most of them."""
     deployment = draw(deployments())
     traffic = tuple(draw(_traffic(home.name)) for home in deployment.homes)
-    happening = draw(st.lists(_event(deployment, live=live), max_size=events))
+    event = _event(deployment, live=live)
+    differ = st.lists(event, max_size=events, unique_by=lambda one: (one.kind, one.what))
+    happening = draw(differ)
     policy = draw(st.sampled_from(POLICIES))
     return Case(deployment, traffic, tuple(happening), policy, draw(st.integers(0, 2**32 - 1)))
 

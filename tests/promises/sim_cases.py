@@ -109,7 +109,9 @@ class Watched(World):
         self._idle_since: dict[tuple[NodeId, ClusterId | None], float] = {}
         self._routes: list[Route] = []
         self._held_for: dict[int, ClusterId | None] = {}  # requests that wait
-        self._left_s: dict[ClusterId, float] = {}  # when a request began to wait for another one
+        self._left_s: dict[
+            ClusterId | None, float
+        ] = {}  # when a request began to wait for another one
         board_dispatch = self.board.record_dispatch
 
         def record_dispatch(route: Route, kv_bytes: float, now_s: float) -> object:
@@ -120,12 +122,13 @@ class Watched(World):
 
     def _try_dispatch(self, index: int) -> Hold | None:
         held = super()._try_dispatch(index)
-        now, before = self.events.now_s, self._held_for.pop(index, None)
+        now, waited = self.events.now_s, index in self._held_for
+        before = self._held_for.pop(index, None)
         if held is None:
             self.dispatched.append(Dispatched(now, index, self._routes[-1]))
             return held
         self._held_for[index] = held.cluster
-        if before is not None and before != held.cluster:
+        if waited and before != held.cluster:
             self._left_s[before] = now
         return held
 
@@ -163,11 +166,11 @@ class Watched(World):
         found: set[tuple[NodeId, ClusterId | None]] = set()
         for cluster in self.waiting_room.queues():
             homes = [ClusterId(name) for name in self.waiting_room.tenants(cluster)]
+            if self._left_s.get(cluster) == self.events.now_s:
+                continue  # those that wait change to another cluster, a few at a time
             if cluster is None:
                 reached = {one for home in homes for one in self._decoding_for(home)}
                 nodes = [node for node in self.nodes.values() if node.cluster in reached]
-            elif self._left_s.get(cluster) == self.events.now_s:
-                continue  # those that wait change to another cluster, a few at a time
             elif all(self._is_cut_off(cluster, home) for home in homes):
                 continue
             else:
