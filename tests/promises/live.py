@@ -559,20 +559,26 @@ class _Player:
             kept = await self._order(cluster, drained=drained)
             if kept is None or not drained:
                 return
-
-            async def is_followed() -> bool:
-                for run in self._living():
-                    with suppress(aiohttp.ClientError):  # it may be killed meanwhile
-                        clusters = (await self._state(run))["clusters"]
-                        told = {one["cluster"]: one["drained"] for one in clusters}
-                        if not told[cluster]:
-                            return False
-                return True
-
+            kills = any(event.kind == "gateway_killed" for event in self._case.events)
+            if not kept and not kills and keeps_records(self._case):
+                # The gateway goes on trying, on a machine that is too busy to do it at once.
+                told = f"the kvds keep the drain of {cluster}"
+                await self._until(partial(self._say_all, cluster, "order_kept"), told)
+                kept = True
             if kept:
-                await self._until(is_followed, f"every gateway drains {cluster}")
+                told = f"every gateway drains {cluster}"
+                await self._until(partial(self._say_all, cluster, "drained"), told)
             if kept or len(self._urls) == 1:
                 self.drains.append(Drained(cluster, time.monotonic(), kept))
+
+    async def _say_all(self, cluster: str, what: str) -> bool:
+        """Whether every gateway that lives says this of a cluster."""
+        for run in self._living():
+            with suppress(aiohttp.ClientError):  # it may be killed meanwhile
+                state = await self._state(run)
+                if not all(one[what] for one in state["clusters"] if one["cluster"] == cluster):
+                    return False
+        return True
 
     async def _order(self, cluster: str, *, drained: bool) -> bool | None:
         """Whether the kvds keep it; None: no gateway has received it."""
@@ -649,10 +655,21 @@ class _Player:
             left = self._left_behind()
             for run in self._living():
                 run.state = await self._state(run)
-                left += [f"gateway {run.home}: {what}" for what in _booked(run.state)]
+                found = [*_booked(run.state), *self._forgotten(run.state)]
+                left += [f"gateway {run.home}: {what}" for what in found]
             if not left or time.monotonic() > until_s:
                 return left
             await asyncio.sleep(LOOK_S)
+
+    def _forgotten(self, state: Any) -> list[str]:
+        """Drains that a gateway does not follow, although a majority of the kvds has kept them."""
+        follows = {one["cluster"] for one in state["clusters"] if one["drained"]}
+        return [
+            f"{drain.cluster} is drained, and used"
+            for drain in self.drains
+            if drain.kept and drain.returned_s == math.inf and drain.cluster not in follows
+            if keeps_records(self._case)
+        ]
 
     def _left_behind(self) -> list[str]:
         """A gateway that was killed has released nothing: its grants expire."""
@@ -720,6 +737,15 @@ def served_throughout(case: Case) -> set[str]:
     }
     homes = {home.name for home in drawn.homes}
     return own | {link.source for link in drawn.links if link.target in own} & homes
+
+
+def keeps_records(case: Case) -> bool:
+    """Whether a majority of the kvds lives from the beginning to the end."""
+    lost = {event.what for event in case.events if event.kind in ("node_lost", "cluster_lost")}
+    clusters = case.deployment.clusters
+    nodes = [(cluster, node) for cluster in clusters for node in cluster.nodes]
+    gone = [n for c, n in nodes if n in c.absent or {n, c.name} & lost]
+    return 2 * len(gone) < len(nodes)
 
 
 def remembers_drains(case: Case) -> bool:

@@ -3,7 +3,6 @@ says how fast anything is."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
@@ -58,6 +57,7 @@ def every_accepted_request_ends_in_one_named_way(played: Played) -> Iterator[str
 
 
 def nothing_is_left_behind(played: Played) -> Iterator[str]:
+    """Nor forgotten."""
     yield from played.left
 
 
@@ -121,14 +121,6 @@ def a_drained_cluster_gets_nothing_new(played: Played) -> Iterator[str]:
                 for work in played.world.books.of(one.id):
                     if hosts[work.host].cluster == drain.cluster:
                         yield f"{one.id} reached {work.host}, which is drained"
-        if ends_s == math.inf:
-            for run in played.runs:
-                if not run.was_killed and not _is_drained(run, drain.cluster):
-                    yield f"the gateway {run.home} does not know that {drain.cluster} is drained"
-
-
-def _is_drained(run: Run, cluster: str) -> bool:
-    return any(one["cluster"] == cluster and one["drained"] for one in run.state["clusters"])
 
 
 RULES: tuple[Rule, ...] = (
