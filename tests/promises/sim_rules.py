@@ -159,7 +159,7 @@ DOUBTED_S = 15.0  # a slow node that was not asked for so long may be asked agai
 
 def a_slow_node_gets_little(run: Run) -> Iterator[str]:
     """Of two nodes of a cluster, one needs 20 times as long as the other. It has at most a tenth
-    of their prefills once it is known, and now and then one that shows whether it still is slow."""
+    of their work once it is known, and now and then one that shows whether it still is slow."""
     for cluster in run.case.deployment.clusters:
         prefill = cluster.nodes[: cluster.stated_prefill]
         calm = [node for node in prefill if not losses(run, node) and not drains(run, node)]
@@ -183,10 +183,16 @@ def _much(run: Run, slow: str, group: set[str], since_s: float) -> Iterator[str]
         return
     known_s = seen[OBSERVED - 1]
     later = [one for one in sent if one.at_s >= known_s]
-    count = sum(one.route.prefill == slow for one in later)
+    own = [one for one in later if one.route.prefill == slow]
     again = (later[-1].at_s - known_s) / DOUBTED_S if later else 0.0
-    if count > 1 + again + len(later) / 10:
-        yield f"{slow} gets {count} of {len(later)} prefills after {known_s:.1f} s, and is slow"
+    # Where the others have a queue, short prompts have their first token sooner at the slow node.
+    tokens = run.requests.prompt_tokens
+    all_tokens, own_tokens = (sum(tokens[one.index] for one in some) for some in (later, own))
+    if len(own) > 1 + again and own_tokens > all_tokens / 10:
+        yield (
+            f"{slow} gets {len(own)} of {len(later)} prefills after {known_s:.1f} s, with "
+            f"{own_tokens} of {all_tokens} tokens, and is slow"
+        )
 
 
 def _slow_since(run: Run, node: str) -> float | None:
