@@ -164,12 +164,11 @@ def a_slow_node_gets_little(run: Run) -> Iterator[str]:
         prefill = cluster.nodes[: cluster.stated_prefill]
         calm = [node for node in prefill if not losses(run, node) and not drains(run, node)]
         for slow in calm:
-            likes = [node for node in calm if node != slow]
             since_s = _slow_since(run, slow)
-            if since_s is None or not any(_is_usual(run, node) for node in likes):
-                continue
-            group = {slow, *(node for node in likes if _is_usual(run, node))}
-            yield from _much(run, slow, group, since_s)
+            likes = [node for node in calm if _is_usual(run, node)]
+            # What most nodes of a cluster need is usual there, and not slow.
+            if since_s is not None and 2 * len(likes) >= len(prefill):
+                yield from _much(run, slow, {slow, *likes}, since_s)
 
 
 def _much(run: Run, slow: str, group: set[str], since_s: float) -> Iterator[str]:

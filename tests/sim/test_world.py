@@ -24,6 +24,7 @@ from prfaas.sim.config import (
     CacheConfig,
     ClusterFault,
     DrainFault,
+    LinkFault,
     NodeFault,
     RateChange,
     SimConfig,
@@ -181,6 +182,16 @@ def test_requests_avoid_a_link_after_its_outage_is_reported() -> None:
     assert not rows.offloaded[during].any(), "two seconds are enough to detect it"
     assert rows.offloaded[rows.arrival_s < 100].all()
     assert rows.offloaded[rows.arrival_s > 303].all()
+
+
+def test_no_request_takes_a_link_that_was_cut_since_its_last_report() -> None:
+    """The report of 100 s is on its way to the router when the link is cut."""
+    cut = LinkFault(LINK, 100.02)
+    result = simulate(SMALL, traffic(rps=1.5, requests=400), config("remote", faults=(cut,)))
+    check_accounts(result)
+    rows = result.requests
+    assert rows.offloaded[rows.last_token_s < 100.0].all()
+    assert not rows.offloaded[rows.arrival_s > 100.02].any()
 
 
 def test_a_slow_link_raises_the_threshold_of_paper_and_adaptive_avoids_it() -> None:

@@ -87,7 +87,10 @@ class Reports:
         for name, report in reports:
             world.board.record_report(name, report)
         for link_id, link_stats in stats:
-            world.board.record_link_report(link_id, link_stats)
+            known = world.board.link(link_id)
+            if known is None or known.stats is None or known.stats.at_s <= link_stats.at_s:
+                # Otherwise the link was lost since then, which the router learned at once.
+                world.board.record_link_report(link_id, link_stats)
         now = world.events.now_s
         if world.correction is not None:
             world.correction.doubt_old(now, world.board.has_own_prefills)
