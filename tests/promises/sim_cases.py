@@ -55,7 +55,7 @@ SECONDS = 60.0  # of traffic, unless that is too few or too many requests
 REQUESTS = (60, 160)
 # No request ends for so long only where none can. The longest prefill takes 100 s.
 HOPELESS_S = 900.0
-FULL_LINK_S = 2.0  # what waits for a link that needs longer for what it has waits at the router
+FULL_LINK_S = 5.0  # what waits for a link that needs longer for what it has waits at the router
 LIKE = 1.5  # a node is as fast as another one that needs no less than this part of its time
 _ERROR = EstimateError("estimated", (("prefill", 0.5),), 0.2)
 
