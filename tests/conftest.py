@@ -60,6 +60,8 @@ PAIR_MODELS = ("falcon-h1", "gemma3")
 LONGEST = (
     *("tests/faults/test_campaign.py", "tests/faults/clusters/test_cluster_faults.py"),
     *("tests/launch/test_regions.py", "tests/promises/test_served_while_a_node_lives.py"),
+    *("tests/promises/test_drawn_cases_live.py", "tests/promises/test_drawn_cases.py"),
+    "tests/promises/test_floods.py",
     *(f"{PAIRS}:{model}" for model in PAIR_MODELS),
     *("tests/engine/", "tests/gateway/dispatch/", "tests/deploy/test_end_to_end.py"),
     "tests/tracing/slow_ways/",
