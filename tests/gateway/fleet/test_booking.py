@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from functools import partial
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,7 +33,8 @@ def test_after_its_end_a_request_leaves_nothing_on_the_board(
         prefill = REMOTE[0] if offloaded else LOCAL[0]
         cluster = FAR if offloaded else NEAR
         route = Route(cluster, prefill, NEAR, LOCAL[2], offloaded, 0, 100, 1000, 2.0, (), "test")
-        bookings.append(Booking(board, work, route, 5e8, 0.0, lambda i=index: freed.append(i)))
+        free = partial(freed.append, index)
+        bookings.append(Booking(board, work, route, 5e8, 0.0, free, streams=True))
     todo = [(b, step) for b, (_, steps) in zip(bookings, attempts, strict=True) for step in steps]
     random.shuffle(todo)  # type: ignore[attr-defined]
     for now_s, (booking, step) in enumerate(todo):
