@@ -112,6 +112,7 @@ class Watched(World):
         self._left_s: dict[
             ClusterId | None, float
         ] = {}  # when a request began to wait for another one
+        self._retried_s = 0.0
         board_dispatch = self.board.record_dispatch
 
         def record_dispatch(route: Route, kv_bytes: float, now_s: float) -> object:
@@ -144,6 +145,7 @@ class Watched(World):
         self._note_idle()
 
     def retry_waiting(self) -> None:
+        self._retried_s = self.events.now_s
         super().retry_waiting()
         self._note_idle()
 
@@ -166,8 +168,8 @@ class Watched(World):
         found: set[tuple[NodeId, ClusterId | None]] = set()
         for cluster in self.waiting_room.queues():
             homes = [ClusterId(name) for name in self.waiting_room.tenants(cluster)]
-            if self._left_s.get(cluster) == self.events.now_s:
-                continue  # those that wait change to another cluster, a few at a time
+            if self._left_s.get(cluster, -1.0) >= self._retried_s:
+                continue  # those that wait change to another cluster, a few at each retry
             if cluster is None:
                 reached = {one for home in homes for one in self._decoding_for(home)}
                 nodes = [node for node in self.nodes.values() if node.cluster in reached]
