@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Mapping, Sequence, Set
-from itertools import takewhile
-from typing import NamedTuple
 
 import msgspec
 
@@ -20,36 +18,25 @@ from prfaas.types import BlockHash, HashEvent, NodeId
 
 # Per node. A connected gateway lacks only the latest few; one that lacks more gets a snapshot.
 KEPT_EVENTS = 10_000
-KEPT_HASHES = 32_768  # of all kept events of a node: 1.1 MiB
-_ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(HashEvent)
+KEPT_HASHES = 32_768  # of all kept events of a node: 2 to 3 MiB
 KEPT_EXITED = 256  # engines that have exited; an engine may have another name after each restart
-
-
-class _Kept(NamedTuple):
-    seq: int
-    hashes: int
-    encoded: bytes  # half of what the event's objects take; few events are ever read again
 
 
 class _RecentEvents:
     """The latest events of one node."""
 
     def __init__(self) -> None:
-        self._events: deque[_Kept] = deque()
+        self._events: deque[HashEvent] = deque()
         self._hashes = 0
 
     def extend(self, events: Sequence[HashEvent]) -> None:
-        for event in events:
-            self._events.append(_Kept(event.seq, len(event.hashes), _ENCODER.encode(event)))
-            self._hashes += len(event.hashes)
+        self._events.extend(events)
+        self._hashes += sum(len(event.hashes) for event in events)
         while len(self._events) > KEPT_EVENTS or self._hashes > KEPT_HASHES:
-            self._hashes -= self._events.popleft().hashes
+            self._hashes -= len(self._events.popleft().hashes)
 
     def since(self, number: int) -> tuple[HashEvent, ...]:
-        wanted = takewhile(lambda kept: kept.seq >= number, reversed(self._events))
-        found = [_DECODER.decode(kept.encoded) for kept in wanted]
-        return tuple(reversed(found))
+        return tuple(event for event in self._events if event.seq >= number)
 
 
 class EventLog:

@@ -18,7 +18,9 @@ from prfaas.service.request_body import BodyLimits, DamagedBody
 from prfaas.types import Compat, TransferId
 
 _LOG = logging.getLogger(__name__)
-MAX_BODY_BYTES = 64 << 20  # block hashes of a million tokens are under 2 MB
+# Block hashes of a million tokens are under 3 MB, also in blocks of 16 tokens. They become as many
+# small objects, and a part of the memory that the largest body takes for that stays.
+MAX_BODY_BYTES = 8 << 20
 MAX_BODIES_BYTES = 512 << 20  # of bodies that are being read
 BODY_S = 60.0  # for a body to arrive
 _SHOWN_CHARS = 100
