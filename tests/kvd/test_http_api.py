@@ -264,3 +264,12 @@ def test_a_wildcard_is_not_advertised(tmp_path: Path) -> None:
         assert host.data.startswith(socket.gethostname())
         with host.engine():
             assert host.grant(PROMPT).data_address == "relay:7400"
+
+
+def test_a_prompt_of_a_million_tokens_fits_into_a_body_and_many_times_as_many_do_not(
+    host: Host,
+) -> None:
+    """Each name becomes an object of a kvd's heap, before anything can be decided about it."""
+    for tokens, status in ((1_000_000, 200), (4_000_000, 413)):
+        asked = MatchPrefix((b"h" * 32,) * (tokens // 16), COMPAT)
+        assert host.post("/v1/match", asked)[0] == status
