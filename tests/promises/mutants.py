@@ -137,7 +137,7 @@ def _broken_rule(mutant: Mutant, sources: Path, seed: int, cases: int, live: int
     if done.returncode != 1:
         sys.exit(f"pytest ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
     failed = re.search(r"^FAILED \S*::(\w+)", done.stdout, re.MULTILINE)
-    rule = re.search(r"^E?\s*(?:AssertionError: |case \d+)?\s*([a-z_]+: .*)$", done.stdout, re.M)
+    rule = re.search(r"^E?\s*(?:AssertionError: )?([a-z]+_[a-z_]+: .*)$", done.stdout, re.M)
     name = failed[1] if failed else "?"
     return f"{name}: {rule[1]}" if rule else name
 
