@@ -13,9 +13,8 @@ Once requests of a home wait, its later requests do not pass them on the way to 
 home that is behind its share takes no notice of all that: its requests go to the node at once.
 
 A share that its home does not use is not lost: a request of any home gets a node that is free, if
-the link to the home has room. The
-gateway and the simulator both ask `share_hold` before every dispatch to a PrfaaS cluster. With one
-home there is nothing to share, and they do not ask.
+the link to the home has room. The gateway and the simulator both ask `share_hold` before every
+dispatch to a PrfaaS cluster. With one home there is nothing to share, and they do not ask.
 """
 
 from __future__ import annotations
@@ -154,6 +153,11 @@ def _behind(
     return None
 
 
+def _has_enough_to_carry(drain_s: float, prefilled_s: float) -> bool:
+    """Of a link that needs `drain_s` for what it has, when a prefill ends in `prefilled_s`."""
+    return drain_s - prefilled_s > LINK_AHEAD_S
+
+
 def share_hold(
     found: Route,
     request: Request,
@@ -175,7 +179,7 @@ def share_hold(
     what the plan gives them would hold each other's requests in turn. With more, a home without a
     planned flow could always have a prefill at the cluster, at the cost of those that have one."""
     wait_s = node.free_at_s - now_s
-    full = drain_s - max(wait_s, 0.0) - found.prefill_s > LINK_AHEAD_S
+    full = _has_enough_to_carry(drain_s, max(wait_s, 0.0) + found.prefill_s)
     if wait_s < -IDLE_S and not full:
         return None
     cluster, busy = shared.cluster, wait_s > queue_s
@@ -205,6 +209,6 @@ def waits_for_link(
         return False
     if estimated_bps(link_id, link, state) < _SLOW_LINK * link.capacity_bps:
         return False
-    if link_drain_s(link_id, link, state) - prefill_s <= LINK_AHEAD_S:
+    if not _has_enough_to_carry(link_drain_s(link_id, link, state), prefill_s):
         return False
     return _behind(home, shared, shared.weights, prefill_s) is not None
