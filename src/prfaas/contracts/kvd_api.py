@@ -31,6 +31,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 
+from prfaas.contracts.openai import TenantTag
 from prfaas.errors import InputError
 from prfaas.kvspec import FullAttention, Group, KVSpec, LinearState, SlidingWindow
 from prfaas.types import Compat, Grant, HashEvent, LinkStats, NodeId, TransferId
@@ -90,6 +91,8 @@ class OpenTransfer(msgspec.Struct, frozen=True):
     # The gateway's choice, a UUID: it can abort the transfer without having received the grant.
     # The same id with an equal body gets the same grant again. None: the kvd chooses the id.
     transfer_id: TransferId | None = None
+    # The gateway's tag of the tenant (`GatewayCredentials.tenant_tag`): tenants share the pool.
+    tenant: TenantTag = ""
 
 
 class TransferStatus(msgspec.Struct, frozen=True):

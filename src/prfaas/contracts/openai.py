@@ -7,12 +7,20 @@ The gateway and the nodes each define which request fields they serve (`gateway.
 
 from __future__ import annotations
 
+from typing import Annotated, TypeAlias
+
 import msgspec
 
 # Of one request. vLLM has no limit of prompts, and one of 16,384 choices.
 MAX_CHOICES = 64  # `n`: continuations of each prompt
 MAX_PROMPTS = 256
 MAX_TOTAL_CHOICES = 512  # continuations of all prompts
+
+
+# A gateway names the tenant of a request to its nodes with it, by an opaque tag: nodes divide what
+# they share between tenants. Clients' own headers of this name are not passed on.
+TENANT_HEADER = "X-Prfaas-Tenant"
+TenantTag: TypeAlias = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):

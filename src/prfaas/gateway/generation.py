@@ -216,6 +216,7 @@ class GenerationApi:
             multimodal=prepared.multimodal,
             n=prepared.n,
             tenant=sender.tenant,
+            tenant_tag=self._credentials.tenant_tag(sender.tenant),
             cluster=request.headers.get(CLUSTER_HEADER, ""),
         )
 

@@ -16,6 +16,7 @@ from prometheus_client.core import Metric
 
 from prfaas.contracts.gateway_api import GatewayReport
 from prfaas.contracts.kvd_api import Heartbeat
+from prfaas.contracts.openai import TENANT_HEADER
 from prfaas.gateway.attempt_trace import AttemptTrace, Wait
 from prfaas.gateway.client.token_ids import TokenIds
 from prfaas.scheduler.explain import Explanation
@@ -46,7 +47,14 @@ class GatewayRequest:
     multimodal: bool = False
     n: int = 1  # choices, which share one prefill
     tenant: str = ""  # whose request it is; tenants share the nodes fairly
+    tenant_tag: str = ""  # names the tenant to nodes and kvds
     cluster: str = ""  # the PD cluster at which it arrives, as the client names it
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of every call to a node for this request."""
+        tagged = {TENANT_HEADER: self.tenant_tag} if self.tenant_tag else {}
+        return {"X-Request-Id": self.id, **tagged}
 
 
 @dataclass(slots=True)

@@ -27,3 +27,12 @@ def test_only_the_exact_key_is_accepted(other: str) -> None:
     if other.strip() not in ("sk-é", "sk-2"):
         with pytest.raises(RequestError):
             ring.tenant(f"Bearer {other}")
+
+
+@given(st.text(min_size=1), st.text(min_size=1))
+def test_each_tenant_has_its_own_tag_which_does_not_name_it(one: str, two: str) -> None:
+    credentials = GatewayCredentials(salt_secret=b"of this deployment")
+    other = GatewayCredentials(salt_secret=b"of another deployment")
+    assert (credentials.tenant_tag(one) == credentials.tenant_tag(two)) == (one == two)
+    assert credentials.tenant_tag(one) != other.tenant_tag(one)
+    assert credentials.tenant_tag("") == ""

@@ -26,6 +26,7 @@ REGISTER = "/prfaas/v1/register"
 _TENANT_PREFIX = "/v1/"
 _TENANT_PATHS = frozenset({"/tokenize", "/detokenize"})
 _SALT_BYTES = 32
+_TAG_CHARACTERS = 16
 _REGISTRATION_CLOSED = (
     "registration_closed",
     "kvds cannot register, because this gateway has no member key; set gateway.member_key_file, or "
@@ -165,6 +166,14 @@ class GatewayCredentials:
                 "this path is closed, because the gateway has no operator key; set "
                 "gateway.operator_key_file",
             )
+
+    def tenant_tag(self, tenant: str) -> str:
+        """Names the tenant to nodes and kvds, which divide what they share between tenants and need
+        not know who they are. The same at all gateways with this salt secret."""
+        if not tenant:
+            return ""
+        message = b"tenant tag" + tenant.encode()  # no salt has this message: theirs are JSON
+        return hmac.new(self._salt_secret, message, "sha256").hexdigest()[:_TAG_CHARACTERS]
 
     def salt(self, tenant: str, client_salt: str) -> str:
         """The cache salt of a tenant's prompts; `client_salt` separates prompts of the same tenant.

@@ -220,7 +220,7 @@ class Dispatcher:
         if url is None:
             raise AttemptFailed("its engine has just left", route.decode, kind=LOST)
         call = trace.course.decode = begin_call(trace.context, self._clock.now())
-        headers = {"X-Request-Id": request.id, **trace.context.headers_of(call.traceparent)}
+        headers = {**request.headers, **trace.context.headers_of(call.traceparent)}
         try:
             async with self._fleet.liveness.unless_silent(route.decode):
                 answer = await stack.enter_async_context(

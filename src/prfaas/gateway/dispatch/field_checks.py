@@ -130,14 +130,14 @@ class FieldChecks:
         if self._accepted.get(without_path) is not card:
             body = _short_request(request) | {"model": card.model}
             try:
-                await node.check(f"{request.path}/render", encode_body(body))
+                await node.check(f"{request.path}/render", encode_body(body), request.headers)
                 return
             except PeerHttpError as error:
                 if error.status not in _NO_SUCH_PATH:
                     raise
             self._remember(without_path, card)
         body = _trial_request(request) | {"model": card.model}
-        await node.check(request.path, encode_body(body))
+        await node.check(request.path, encode_body(body), request.headers)
 
     def _remember(self, digest: bytes, card: Card) -> None:
         self._accepted[digest] = card

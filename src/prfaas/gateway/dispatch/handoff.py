@@ -215,6 +215,7 @@ class HandOff:
                 compat,
                 length.checkpoint_tokens,
                 new_transfer_id(),
+                request.tenant_tag,
             ),
             course.grant.traceparent,
         )
@@ -235,7 +236,7 @@ class HandOff:
         }
         course.prefill = begin_call(trace.context, self._clock.now())
         traced = trace.context.headers_of(course.prefill.traceparent)
-        headers = {"X-Request-Id": request.id, **traced}
+        headers = {**request.headers, **traced}
         await self._prefill_and_commit(grant, body, headers, length.handoff_tokens, trace)
         trace.committed_s = course.committed_s = self._clock.now()
         self._booking.landed(trace.committed_s)
