@@ -53,8 +53,9 @@ OUTPUT_TOKENS = 30
 BLOCK_TOKENS = 64
 SECONDS = 60.0  # of traffic, unless that is too few or too many requests
 REQUESTS = (60, 160)
-# No request ends for so long only where none can. The longest prefill takes 100 s.
-HOPELESS_S = 900.0
+# No request ends for so long only where none can. The longest prefill takes 100 s, and what may be
+# on its way over a link when that becomes 50 times thinner takes half an hour.
+HOPELESS_S = 3_600.0
 FULL_LINK_S = 5.0  # what waits for a link that needs longer for what it has waits at the router
 LIKE = 1.5  # a node is as fast as another one that needs no less than this part of its time
 _ERROR = EstimateError("estimated", (("prefill", 0.5),), 0.2)

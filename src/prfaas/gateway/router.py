@@ -28,7 +28,8 @@ from prfaas.gateway.placement import PlacementRequest, home_of, tenant_of
 from prfaas.gateway.short_term_log import ShortTermLog
 from prfaas.gateway.tenants import Tenants
 from prfaas.scheduler.explain import Explanation
-from prfaas.scheduler.options import estimated_bps, link_drain_s
+from prfaas.scheduler.homes.fair_shares import time_to_drain_s
+from prfaas.scheduler.options import estimated_bps
 from prfaas.scheduler.plan import Plan
 from prfaas.scheduler.request import Request
 from prfaas.scheduler.sets import Choice
@@ -170,7 +171,7 @@ class Router:
         hold = self._fair_holds.find(placement, found, state)
         if hold is None and self._shares is not None and found.offloaded:
             link_id = (found.cluster, found.decode_cluster)
-            drain_s = link_drain_s(link_id, choice.view.links[link_id], state)
+            drain_s = time_to_drain_s(link_id, choice.view.links[link_id], state)
             hold = self._shares.find_hold(placement, found, now, drain_s)
         if hold is not None:
             return hold

@@ -17,8 +17,9 @@ from prfaas.contracts.kvd_api import EventPage
 from prfaas.types import BlockHash, HashEvent, NodeId
 
 # Per node. A connected gateway lacks only the latest few; one that lacks more gets a snapshot.
-KEPT_EVENTS = 10_000
-KEPT_HASHES = 32_768  # of all kept events of a node: 2 to 3 MiB
+# These are full after minutes of traffic: a larger log grows for half an hour, and serves nobody.
+KEPT_EVENTS = 4_096
+KEPT_HASHES = 16_384  # of all kept events of a node: 1.5 MiB
 KEPT_EXITED = 256  # engines that have exited; an engine may have another name after each restart
 
 

@@ -17,12 +17,12 @@ from prfaas.scheduler.homes.fair_shares import (
     ShareUses,
     planned_together,
     share_hold,
+    time_to_drain_s,
     waits_for_link,
     weights_by_cluster,
 )
 from prfaas.scheduler.homes.plans import first_plans, home_name
 from prfaas.scheduler.lookup.prefixes import NOTHING_CACHED, CachedPrefixes
-from prfaas.scheduler.options import link_drain_s
 from prfaas.scheduler.plan import Plan
 from prfaas.scheduler.request import Request, Route
 from prfaas.scheduler.sets import Choice
@@ -107,7 +107,7 @@ class SimHomes:
             # The simulator's nodes take as long as their profiles state.
             stated_s=found.prefill_s,
             queue_s=self._rules.adaptive.queue_s,
-            drain_s=link_drain_s(
+            drain_s=time_to_drain_s(
                 link_id, choice.view.links[link_id], self._states[found.decode_cluster]
             ),
         )

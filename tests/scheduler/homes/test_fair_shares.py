@@ -17,6 +17,7 @@ from prfaas.scheduler.homes.fair_shares import (
     ShareUses,
     planned_work,
     share_hold,
+    time_to_drain_s,
     waits_for_link,
     weights_by_cluster,
 )
@@ -139,6 +140,19 @@ def test_a_home_that_is_ahead_prefills_nothing_that_would_wait_for_its_link() ->
     assert held(free_at_s=NOW_S + 0.4, drain_s=full_s + 0.3) is None, "it begins later"
     idle_s = NOW_S - 2 * IDLE_S
     assert held(free_at_s=idle_s, drain_s=full_s + 0.1) is not None, "an idle node does not help"
+
+
+def test_nothing_waits_at_the_router_for_a_link_that_has_become_slow() -> None:
+    """It would wait until it is refused, and is served late otherwise."""
+
+    def needs_s(bps: float | None) -> float:
+        link = LinkView(True, 8e9, 0.01, None, 8e9 / 8 * 99.0)
+        links = {} if bps is None else {LINK: LinkState(bps=bps)}
+        return time_to_drain_s(LINK, link, ShortTermState(SchedulerSection(), links))
+
+    assert needs_s(None) == pytest.approx(99.0)
+    assert needs_s(5e9) > 99.0
+    assert needs_s(3e9) == 0.0
 
 
 def test_a_home_within_its_share_prefills_for_a_full_link() -> None:

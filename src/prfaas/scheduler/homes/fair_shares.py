@@ -153,6 +153,15 @@ def _behind(
     return None
 
 
+def time_to_drain_s(link_id: LinkId, link: LinkView, state: ShortTermState) -> float:
+    """How long a link needs for what was dispatched to it. A link that has become slow counts as
+    empty: what would wait for it at the router would wait until it is refused, although it could
+    be served, if late."""
+    if estimated_bps(link_id, link, state) < _SLOW_LINK * link.capacity_bps:
+        return 0.0
+    return link_drain_s(link_id, link, state)
+
+
 def _has_enough_to_carry(drain_s: float, prefilled_s: float) -> bool:
     """Of a link that needs `drain_s` for what it has, when a prefill ends in `prefilled_s`."""
     return drain_s - prefilled_s > LINK_AHEAD_S
@@ -173,7 +182,7 @@ def share_hold(
     """The hold of a request that has the route `found` to a PrfaaS cluster, but whose home is ahead
     of its share there; None: it may go. `node` is the prefill node of the route, `stated_s` the
     stated duration of the prefill, `queue_s` the prefill work that keeps a node busy, and `drain_s`
-    how long the link to the home needs for what was dispatched to it.
+    the `time_to_drain_s` of the link to the home.
 
     A home may be ahead by its part of the request's own prefill. Without that, two homes that send
     what the plan gives them would hold each other's requests in turn. With more, a home without a
@@ -203,12 +212,10 @@ def waits_for_link(
     state: ShortTermState,
 ) -> bool:
     """Whether a request that waits for the cluster need not be retried before its home's link has
-    carried more: its home is ahead of its share, too. A link that is down or has become slow may be
-    no way any more, so that its requests are retried as others are."""
+    carried more: its home is ahead of its share, too. A link that is down may be no way any more,
+    so that its requests are retried as others are."""
     if link is None or not link.up:
         return False
-    if estimated_bps(link_id, link, state) < _SLOW_LINK * link.capacity_bps:
-        return False
-    if not _has_enough_to_carry(link_drain_s(link_id, link, state), prefill_s):
+    if not _has_enough_to_carry(time_to_drain_s(link_id, link, state), prefill_s):
         return False
     return _behind(home, shared, shared.weights, prefill_s) is not None
