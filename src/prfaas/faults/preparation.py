@@ -33,8 +33,8 @@ EMULATED = Lengths(short=1_000, long=100_000)
 HF = Lengths(short=100, long=2_500)
 MAX_TOKENS = 131_072  # context length: a hostile tenant sends prompts of this length
 MEMORY = "64MiB"  # of each kvd: small enough to fill, larger than the transfers in flight
-# Small enough to fill within minutes, too. Every unit on it costs a kvd and each gateway memory of a
-# kilobyte, so that a larger one is still filling when a soak begins to judge growth.
+# Small enough to fill within minutes, too. Every unit on it costs a kvd and each gateway a kilobyte
+# of memory, so that a larger one is still filling when a soak begins to judge growth.
 SSD_SIZE = "16MiB"
 WORKERS = 1  # of each kvd: faults strike workers, too, and there are few cores
 
