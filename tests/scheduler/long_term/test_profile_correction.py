@@ -106,6 +106,18 @@ def test_a_slow_node_is_known_within_ten_prefills_and_its_cluster_is_not_slow() 
     assert paces.factors.get(HOME, 1.0) == 1.0
 
 
+def test_a_slow_node_is_slow_beside_nodes_whose_prefills_are_too_short_to_measure() -> None:
+    """Those are no evidence of a time, but of being no slower than stated."""
+    paces = ProfileCorrection(RULES)
+    slow, fast = Node(paces, A, 20.0), Node(paces, B)
+    brief_s, now_s = RULES.least_s / 2, 0.0
+    for _ in range(2 * RULES.least_prefills):
+        now_s = fast.prefill(slow.prefill(now_s, brief_s), brief_s)
+    assert paces.factors.get(HOME, 1.0) == 1.0
+    # Beside overheads, the slowness that is seen is a half of it.
+    assert paces.paces == {A: pytest.approx(10.0, rel=0.15)}
+
+
 @given(st.floats(0.72, 1.38), st.lists(st.floats(0.95, 1.05), min_size=60, max_size=60))
 def test_nodes_that_are_about_alike_have_no_pace_of_their_own(
     other: float, noise: list[float]

@@ -45,11 +45,13 @@ def next_factor(
 
 
 class _NodeHistory:
-    __slots__ = ("at_s", "cluster", "doubted_s", "free_s", "pace", "ratios", "warmed_up")
+    __slots__ = ("at_s", "brief", "cluster", "doubted_s", "free_s", "pace", "ratios", "warmed_up")
 
     def __init__(self, cluster: ClusterId, window: int) -> None:
         self.cluster = cluster
         self.ratios: deque[float] = deque(maxlen=window)  # observed over stated times
+        # Its prefills since the newest ratio were short, and took no longer than overheads do.
+        self.brief = False
         self.warmed_up = 0  # prefills since the node started, up to the end of the warm-up
         self.free_s = -math.inf  # when the last prefill there ended
         self.at_s = -math.inf  # of the newest ratio
@@ -104,16 +106,18 @@ class ProfileCorrection:
         if known.warmed_up < self._rules.warmup_prefills:
             known.warmed_up += 1
             return took_s
-        # Overheads dominate short prefills. They are no evidence, unless they took long.
+        # Overheads dominate short prefills. They say nothing about a time, unless they took long:
+        # else they say that the node is like others.
         ratio = took_s / max(stated_s, self._rules.least_s)
         if stated_s < self._rules.least_s and ratio <= 1:
+            known.brief = True
             return took_s
         usual = known.recent()
         if usual is not None and ratio < _FORGIVEN * usual:
             known.ratios.clear()
             known.pace, known.doubted_s = 1.0, None
         known.ratios.append(ratio)
-        known.at_s = now_s
+        known.at_s, known.brief = now_s, False
         self._learn(cluster)
         return took_s
 
@@ -143,15 +147,17 @@ class ProfileCorrection:
         factor = self.factors.get(cluster, 1.0)
         # One prefill shows the truth about a factor that is in doubt.
         least = 1 if cluster in self._doubted_s else self._rules.least_prefills
-        seen = [known.ratios for known in histories]
+        # Without them, the only node that is slow would pass for the typical one.
+        as_usual = [known for known in histories if known.brief and not known.ratios]
+        seen = [*(known.ratios for known in histories), *([factor] for _ in as_usual)]
         moved = next_factor(factor, seen, self._rules, least=least)
         if moved != factor:
             self.factors = {**self.factors, cluster: moved}
         self._doubted_s.pop(cluster, None)
         recent = [(known, found) for known in histories if (found := known.recent()) is not None]
         if recent:
-            usual = median_low([found for _, found in recent])
-            if len(histories) > 1 and len(recent) == 1:
+            usual = median_low([*(found for _, found in recent), *(factor for _ in as_usual)])
+            if len(histories) > 1 and len(recent) + len(as_usual) == 1:
                 usual = factor  # of its like nothing newer is known
             for known, found in recent:
                 known.pace = _pace(found / usual, known.pace)
