@@ -44,6 +44,7 @@ class _Backlog(World):
         self._next = list(range(homes))
         self._step = homes
         self.served: list[tuple[float, int]] = []  # time and index
+        self.is_constant = True  # every home has had a next request so far
 
     def feed(self, number: int) -> None:
         """The next request of a home arrives."""
@@ -52,6 +53,8 @@ class _Backlog(World):
             self._next[number] += self._step
             self._times[index] = self.events.now_s
             self.arrive(index)
+        else:
+            self.is_constant = False
 
     def _on_handoff(self, attempt: Attempt) -> None:
         super()._on_handoff(attempt)
@@ -82,8 +85,9 @@ def carried(case: Case, policy: Policy, served: int = SERVED) -> float:
     world.events.run_before(0.0)
     for number in range(max(OF_NODE * nodes, homes)):
         world.feed(number % homes)
-    # Until one of the homes has no request left to arrive.
-    while len(world.served) < len(arrivals) // 2 and world.events.now_s < HOPELESS_S:
+    # A home that is served faster than the others may have no request left to arrive before that.
+    enough = len(arrivals) // 2
+    while world.is_constant and len(world.served) < enough and world.events.now_s < HOPELESS_S:
         world.events.run_before(world.events.now_s + world.config.report_interval_s)
     begin = int(LEARNED * len(world.served))
     at_s = [one for one, _ in world.served]

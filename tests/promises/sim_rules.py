@@ -183,14 +183,14 @@ def _much(run: Run, slow: str, group: set[str], since_s: float) -> Iterator[str]
     known_s = seen[OBSERVED - 1]
     later = [one for one in sent if one.at_s >= known_s]
     own = [one for one in later if one.route.prefill == slow]
-    again = (later[-1].at_s - known_s) / DOUBTED_S if later else 0.0
+    again = 1 + int((later[-1].at_s - known_s) / DOUBTED_S) if later else 0
     # Where the others have a queue, short prompts have their first token sooner at the slow node.
-    tokens = run.requests.prompt_tokens
-    all_tokens, own_tokens = (sum(tokens[one.index] for one in some) for some in (later, own))
-    if len(own) > 1 + again and own_tokens > all_tokens / 10:
+    tokens = [int(run.requests.prompt_tokens[one.index]) for one in later]
+    own_tokens = sorted(int(run.requests.prompt_tokens[one.index]) for one in own)
+    if sum(own_tokens[: max(len(own) - again, 0)]) > sum(tokens) / 10:
         yield (
             f"{slow} gets {len(own)} of {len(later)} prefills after {known_s:.1f} s, with "
-            f"{own_tokens} of {all_tokens} tokens, and is slow"
+            f"{sum(own_tokens)} of {sum(tokens)} tokens, and is slow"
         )
 
 

@@ -26,7 +26,7 @@ from prfaas.http_client.client import open_client
 from prfaas.scheduler.request import CacheCopy
 from prfaas.testing.clock import FakeClock
 from prfaas.tracing.context import TraceContext, parse_traceparent
-from prfaas.tracing.spans import CUT
+from prfaas.tracing.spans import CUT, LOST
 from prfaas.types import Grant, LinkStats, NodeId, NotNow, TransferId
 from tests.gateway.backends import gateway_request, prompt, until
 from tests.gateway.fleets import (
@@ -413,6 +413,22 @@ async def test_a_link_that_is_cut_for_long_fails_the_attempt() -> None:
             await carrying
         assert failed.value.avoid == (F,) and failed.value.prefill
         assert failed.value.kind == CUT
+
+
+@pytest.mark.usefixtures("quick_checks")
+async def test_a_prefill_node_that_restarts_before_all_is_sent_fails_the_attempt() -> None:
+    """It answers polls again before it has fallen silent, and nobody else would notice."""
+    async with case() as one:
+        await one.node.script(PREFILL, PREFILLED)
+        carrying = asyncio.create_task(one.carry_out())
+        await one.kvd.requested(COMMIT)
+        restarted = report("f", instance="another process")
+        one.fleet.record_report(member_of(one.fleet, F), restarted)
+        with pytest.raises(AttemptFailed, match="its kvd has restarted") as failed:
+            await carrying
+        assert failed.value.avoid == (F,) and failed.value.prefill
+        assert failed.value.kind == LOST
+        await one.kvd.requested(ABORT)
 
 
 async def test_a_prefix_copy_that_fails_only_costs_time() -> None:

@@ -362,6 +362,7 @@ class HandOff:
             self._kvd.wait_committed(grant.transfer_id), self._timeouts.prefill_s
         )
         waiting: set[asyncio.Future[Any]] = {prefilling, committing}
+        instance = self._prefill.instance
         try:
             while not committing.done():
                 done, _ = await asyncio.wait(
@@ -369,6 +370,7 @@ class HandOff:
                 )
                 if committing not in done:
                     self._check_prefill(prefilling)
+                    self._check_sender(instance)
                     self._check_link()
                     waiting -= done
         finally:
@@ -400,6 +402,17 @@ class HandOff:
             unsent=lost.unsent,
             lost=lost.if_broke,
         )
+
+    def _check_sender(self, instance: str | None) -> None:
+        """A kvd that restarts within the time of two polls is not seen dead, and what it was to
+        send after the prefill's response has gone with it."""
+        if self._prefill.instance != instance:
+            raise AttemptFailed(
+                "its kvd has restarted before all of the state was sent",
+                self._route.prefill,
+                prefill=True,
+                lost=NodeLoss(unsent=False, broke=True, known=True),
+            )
 
     def _check_link(self) -> None:
         link_id = (self._prefill.cluster, self._decode.cluster)

@@ -151,6 +151,11 @@ class Member:
         return None if self.report is None else self.report.node
 
     @property
+    def instance(self) -> str | None:
+        """Of the kvd's process, as its latest good report names it."""
+        return None if self.report is None else self.report.instance
+
+    @property
     def engine_url(self) -> str | None:
         if self.url is not None or self.report is None:
             return self.url
