@@ -7,9 +7,9 @@ least squares; a process grows when the line's slope is beyond its error and mat
     start ── does not count ── max(WARM_S, 1/3) ── slope ± error ── end
 
 Each sample resembles the one before it, so that the usual error of a slope would be far too small.
-Here the line goes through the lows of `BLOCKS` parts, because what a request takes for a moment is
-no growth, and the error is as large as the remaining likeness of neighbours demands. A saw-tooth
-and a single step have a large error, a leak has a small one.
+Here the line goes through the lows of minutes, because what a request takes for a moment is no
+growth, and the error is as large as the remaining likeness of neighbours demands. A saw-tooth and a
+single step have a large error, a leak has a small one.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import numpy.typing as npt
 from prfaas.faults.resource_usage import ResourceUsage
 
 WARM, WARM_S = 1 / 3, 600.0  # a kvd that was started again needs ten minutes to fill its stores
-SETTLED_S = 300.0  # a shorter rest is not judged
-BLOCKS = 20
+BLOCK_S = 60.0  # lows of less rise and fall with the traffic of the moment
 LEAST_BLOCKS = 8  # for an error that says anything
+SETTLED_S = LEAST_BLOCKS * BLOCK_S  # a shorter rest is not judged
 # One process without growth in a few hundred is beyond this, by chance.
 ERRORS = 3.0
 # Of a process that runs for a month, this makes 0.7 GiB: it ends one whose limit is a GiB. What is
@@ -89,7 +89,9 @@ class Growth:
 def slope_of(at_s: npt.ArrayLike, nbytes: npt.ArrayLike) -> Slope | None:
     """The slope of a series, with an error that is honest about neighbours that are alike."""
     times, values = np.asarray(at_s, dtype=float), np.asarray(nbytes, dtype=float)
-    count = min(BLOCKS, len(times))
+    if not len(times):
+        return None
+    count = min(round((times[-1] - times[0]) / BLOCK_S), len(times))
     if count < LEAST_BLOCKS:
         return None
     x = np.array([block.mean() for block in np.array_split(times, count)])
