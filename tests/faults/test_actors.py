@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import random
 from collections.abc import AsyncIterator
@@ -20,6 +21,7 @@ from prfaas.faults.actors.fake_kvd import MANNERS, FakeKvd
 from prfaas.faults.actors.lanes import Lane, run_lanes
 from prfaas.faults.actors.mutations import mutate_bytes, mutate_json
 from prfaas.faults.actors.situation import Census
+from prfaas.faults.actors.tenant import WORK_AT_ONCE
 from prfaas.security.shared_key import SharedKey
 
 MODEL = "m"
@@ -112,6 +114,21 @@ def test_a_hurtful_body_is_valid_json(value: bytes) -> None:
     assert json.loads(bodies.with_field(MODEL, "x", value))["prompt"] == [1, 2, 3]
     assert json.loads(bodies.fields(MODEL, 1_000))["x1"] == 1
     assert len(json.loads(b"salt".join(bodies.long_prompt(MODEL, 9)))["prompt"]) == 9
+
+
+@pytest.mark.parametrize("kind", list(WORK_AT_ONCE))
+def test_a_body_that_asks_for_much_work_is_small_and_of_a_valid_form(kind: str) -> None:
+    draw, made = random.Random(1), list[bytes]()
+    for number in range(20):
+        made.append(bodies.work_body(kind, MODEL, draw, f"salt {number}"))
+    assert len(set(made)) == len(made), "no two of them share what a cache could keep"
+    for body in made:
+        assert len(body) < 1 << 20 and json.loads(body)["model"] == MODEL
+
+
+def test_compressed_text_is_a_hundred_times_shorter() -> None:
+    packed = bodies.compressed_text(MODEL, 1_000_000)
+    assert 100 * len(packed) < len(gzip.decompress(packed))
 
 
 def test_damaged_messages_differ_from_valid_ones() -> None:

@@ -47,11 +47,13 @@ async def running_actors(
     *,
     seed: int,
     with_faults: bool,
+    only: Sequence[str] = (),
 ) -> AsyncIterator[ActorsProcess]:
-    """Starts the actors. `prefix` as for `Children`. Raises `ChildDied`."""
+    """Starts the actors. `prefix` as for `Children`; `only`: kinds of attack, none for all. Raises
+    `ChildDied`."""
     folder = deployment.hosts.folder
     report = folder / f"{NAME}.json"
-    situation = _situation(deployment, report, actors, seed, with_faults=with_faults)
+    situation = _situation(deployment, report, actors, seed, only, with_faults=with_faults)
     file = folder / f"{NAME}-situation.json"
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # it holds keys
     with os.fdopen(descriptor, "wb") as opened:
@@ -74,6 +76,7 @@ def _situation(
     report: Path,
     actors: Sequence[ActorName],
     seed: int,
+    only: Sequence[str],
     *,
     with_faults: bool,
 ) -> Situation:
@@ -96,4 +99,5 @@ def _situation(
         borrows_names=not with_faults,
         seed=seed,
         report=str(report.resolve()),
+        only=list(only),
     )

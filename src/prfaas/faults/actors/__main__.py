@@ -21,7 +21,7 @@ import uvloop
 from prfaas.faults.actors.budget import CpuBudget
 from prfaas.faults.actors.connections import Network
 from prfaas.faults.actors.grants import Grants
-from prfaas.faults.actors.lanes import run_lanes
+from prfaas.faults.actors.lanes import Lane, run_lanes
 from prfaas.faults.actors.member import HostileMember
 from prfaas.faults.actors.peer_commands import PeerCommands
 from prfaas.faults.actors.peer_frames import PeerFrames
@@ -50,15 +50,19 @@ async def run(situation: Situation) -> ActorsReport:
     grants = Grants(network, situation.member_key, situation.kvds)
     peer = PeerCommands(network, situation.member_key, situation.kvds, grants)
     frames = PeerFrames(network, situation.kvds, grants)
+
+    def chosen(lanes: list[Lane]) -> list[Lane]:
+        return [lane for lane in lanes if not situation.only or lane.kind in situation.only]
+
     tenant.prepare()
     member.prepare()
     peer.prepare()
     budget.restart()
     began_s = time.monotonic()
     runs: dict[ActorName, Coroutine[Any, Any, None]] = {
-        "tenant": run_lanes(tenant.lanes, network, f"{situation.seed} tenant"),
+        "tenant": run_lanes(chosen(tenant.lanes), network, f"{situation.seed} tenant"),
         "member": member.run(),
-        "peer": run_lanes([*peer.lanes, *frames.lanes], network, f"{situation.seed} peer"),
+        "peer": run_lanes(chosen([*peer.lanes, *frames.lanes]), network, f"{situation.seed} peer"),
     }
     running = [asyncio.create_task(run) for name, run in runs.items() if name in situation.actors]
     for name, run in runs.items():

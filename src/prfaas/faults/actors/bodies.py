@@ -15,6 +15,14 @@ LONG_BYTES = 60 * 10**6
 SHORTER_BYTES = 12 * 10**6
 BRACKETS, BOMB = "tenant: brackets", "tenant: gzip bomb"
 BOMB_BYTES = 512 << 20  # after decompression
+# Requests of a valid form whose work is far beyond their size.
+GRAMMAR, STOPS, SEQUENCES = "tenant: grammar", "tenant: stop strings", "tenant: many sequences"
+TOKENIZE, COMPRESSED = "tenant: tokenize", "tenant: compressed text"
+STOP_CHARS = 1_024  # the longest that are accepted, as many as are accepted
+MOST_STOPS = 16
+WORK_TOKENS = 64  # of each answer
+TOKENIZED_BYTES = 250_000
+TEXT_BYTES = 15 * 10**6  # after decompression: some 100 KB on the wire
 
 
 def with_field(model: str, field: str, value: bytes) -> bytes:
@@ -83,6 +91,59 @@ def short_prompt(model: str, salt: str, tokens: int = 1, *, stream: bool = False
             "cache_salt": salt,
         }
     ).encode()
+
+
+def _grammar(draw: random.Random) -> dict[str, object]:
+    """A grammar that no cache knows, and whose automaton is far larger than its text."""
+    a, b, c, d = (draw.randrange(45, 75) for _ in range(4))
+    grammars: tuple[dict[str, object], ...] = (
+        {
+            "grammar": f"start: T\nT: /.*a.{{{a}}}.*/ & /.*b.{{{b}}}.*/ "
+            f"& ~/.*c.{{{c}}}.*/ & ~/.*d.{{{d}}}/"
+        },
+        {"regex": f"((a{{1,{10 * a}}}|b){{1,{10 * b}}}c?){{1,{10 * c}}}"},
+        {
+            "json": {
+                "type": "object",
+                "properties": {
+                    f"k{n}": {"type": "string", "pattern": f"^.*a.{{{n % 50 + a}}}$"}
+                    for n in range(200)
+                },
+            }
+        },
+    )
+    return draw.choice(grammars)
+
+
+def work_body(kind: str, model: str, draw: random.Random, salt: str) -> bytes:
+    """A body of a few kilobytes that is valid, or is refused only after work."""
+    fields: dict[str, object] = {
+        "model": model,
+        "prompt": [5, 6, 7],
+        "max_tokens": WORK_TOKENS,
+        "ignore_eos": True,
+        "stream": True,
+        "cache_salt": salt,
+    }
+    match kind:
+        case "tenant: grammar":
+            fields["structured_outputs"] = _grammar(draw)
+        case "tenant: stop strings":
+            chars = draw.choice((STOP_CHARS, 60_000))
+            fields["stop"] = [draw.choice(" aex") * (chars - n) for n in range(MOST_STOPS)]
+            fields["n"] = 4
+        case "tenant: many sequences":
+            fields["n"] = 64
+        case "tenant: tokenize":
+            text = f"{salt} " + "several words " * (TOKENIZED_BYTES // 14)
+            return json.dumps({"model": model, "prompt": text}).encode()
+    return json.dumps(fields).encode()
+
+
+def compressed_text(model: str, nbytes: int = TEXT_BYTES) -> bytes:
+    """A prompt far beyond every context, in gzip: it is refused only after it was unpacked."""
+    text = "x y " * (nbytes // 4)
+    return gzip.compress(json.dumps({"model": model, "prompt": text}).encode(), 6)
 
 
 def refused_bodies(model: str, max_tokens: int) -> dict[str, list[bytes]]:

@@ -20,7 +20,7 @@ from prfaas.faults.actors.situation import Census
 
 # A peer on another host has another address than the deployment's processes.
 SOURCE = "127.0.0.66"
-MOST_CONNECTIONS = 192  # of all actors together
+MOST_CONNECTIONS = 320  # of all actors together
 PIECE_BYTES = 256 << 10
 CONNECT_S = 10.0
 OVERDUE = "neither answered nor closed"

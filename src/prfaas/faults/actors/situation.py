@@ -37,6 +37,7 @@ class Situation(msgspec.Struct, frozen=True):
     borrows_names: bool
     seed: int
     report: str  # file for the report
+    only: list[str] = []  # kinds of attack of tenant and peer; none: all
 
 
 class DeedCounts(msgspec.Struct):

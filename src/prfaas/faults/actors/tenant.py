@@ -22,7 +22,7 @@ from prfaas.faults.actors.connections import (
 )
 from prfaas.faults.actors.lanes import Lane
 
-COMPLETIONS = "/v1/completions"
+COMPLETIONS, TOKENIZE = "/v1/completions", "/tokenize"
 _TIMEOUTS = GatewayTimeouts()
 MARGIN_S = 30.0  # of a busy machine
 REFUSED_S = _TIMEOUTS.body_s + MARGIN_S  # for the answer to a body that is refused
@@ -31,6 +31,16 @@ SERVED_S = _TIMEOUTS.queue_s + 120.0  # for a valid request
 # The tail of a request arrives this slowly.
 BYTE_EVERY_S = 0.5
 AT_ONCE = {bodies.BRACKETS: 2}  # of a kind of body; one of each other kind
+# Of a kind of request that asks for much work in few bytes.
+WORK_AT_ONCE = {
+    bodies.GRAMMAR: 4,
+    bodies.STOPS: 4,
+    bodies.SEQUENCES: 2,
+    bodies.TOKENIZE: 8,
+}
+COMPRESSED_AT_ONCE = 3
+IDLE = "tenant: idle connections"
+IDLE_AT_ONCE = 64
 BURST = 100  # short requests on one connection
 UNREAD_S = 20.0  # a client that does not read its stream goes away after this
 UNREAD_TOKENS = 400
@@ -50,16 +60,21 @@ class HostileTenant:
         self._numbers = count()
         self._bodies: dict[str, list[bytes]] = {}
         self._longest = (b"", b"")
+        self._compressed = b""
 
     def prepare(self) -> None:
         """Makes the bodies, which takes seconds. They are kept."""
         self._bodies = bodies.refused_bodies(self._model, self._max_tokens)
         self._longest = bodies.long_prompt(self._model, self._max_tokens - 2)
+        self._compressed = bodies.compressed_text(self._model)
 
     @property
     def lanes(self) -> list[Lane]:
         return [
             *(Lane(kind, self._refused_body, AT_ONCE.get(kind, 1)) for kind in self._bodies),
+            *(Lane(kind, self._work, at_once) for kind, at_once in WORK_AT_ONCE.items()),
+            Lane(bodies.COMPRESSED, self._compressed_text, COMPRESSED_AT_ONCE),
+            Lane(IDLE, self._silent, IDLE_AT_ONCE),
             Lane("tenant: odd framing", self._framing),
             Lane("tenant: long headers", self._headers),
             Lane("tenant: wrong key", self._wrong_key),
@@ -79,6 +94,21 @@ class HostileTenant:
         lines = ["Content-Encoding: gzip"] if kind == bodies.BOMB else []
         head = http_head("POST", COMPLETIONS, self._key, *lines, length=len(body))
         await self._network.deed(kind, draw.choice(self._gateways), [head, body], REFUSED_S)
+
+    # Much work in few bytes -----------------------------------------------------------------------
+
+    async def _work(self, kind: str, draw: random.Random) -> None:
+        body = bodies.work_body(kind, self._model, draw, f"work {next(self._numbers)}")
+        path = TOKENIZE if kind == bodies.TOKENIZE else COMPLETIONS
+        pieces = [http_head("POST", path, self._key, length=len(body)), body]
+        await self._network.deed(kind, draw.choice(self._gateways), pieces, SERVED_S)
+
+    async def _compressed_text(self, kind: str, draw: random.Random) -> None:
+        head = http_head(
+            "POST", COMPLETIONS, self._key, "Content-Encoding: gzip", length=len(self._compressed)
+        )
+        pieces = [head, self._compressed]
+        await self._network.deed(kind, draw.choice(self._gateways), pieces, REFUSED_S)
 
     # Framing, headers and keys --------------------------------------------------------------------
 
