@@ -212,3 +212,29 @@ def test_a_tenant_may_send_so_many_tokens_per_minute() -> None:
     ask("b", 1, nbytes=8 * 601)  # also a body that has few tokens
     with pytest.raises(RequestError):
         ask("b", 1)
+
+
+def test_bytes_count_once_for_the_larger_of_the_sizes_of_a_body() -> None:
+    clock = FakeClock()
+    section = GatewaySection(tenant_default=TenantSection(max_tokens_per_minute=6_000_000))
+    found = Tenants(section, lambda: frozenset({"a"}), clock)
+
+    def charged(*sizes: int, read: int = 0, tokens: int = 0, late: int = 0) -> float:
+        clock.advance(600.0)  # the account is full
+        with admit(found, "a") as admitted:
+            for nbytes in sizes:
+                admitted.add_bytes(nbytes)
+            admitted.count_read(read)
+            admitted.begin_wait(tokens)
+        admitted.count_read(late)
+        found.token_rates.charge("a", 6_000_000)
+        with pytest.raises(RequestError) as refused:
+            found.token_rates.check("a")
+        return (refused.value.retry_after_s or 0) * 100_000
+
+    assert charged(8_000_000, 8_000_000) == 2_000_000
+    assert charged(8_000_000, read=8_000_000) == 1_000_000
+    assert charged(8_000, read=80_000_000) == 10_000_000
+    assert charged(8_000, read=80_000_000, tokens=9_000_000) == 10_000_000
+    assert charged(8_000, read=80_000_000, tokens=11_000_000) == 11_000_000
+    assert charged(8_000_000, late=16_000_000) == 2_000_000, "the client left before it was read"

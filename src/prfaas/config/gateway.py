@@ -28,8 +28,9 @@ class TenantSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `[[gateway.keys]]` has the tenant NAME."""
 
     weight: Amount | None = None
-    """Weight of the tenant when requests wait: the prefill time of the nodes is shared between the
-    tenants that wait, in proportion to their weights. The default is 1."""
+    """Weight of the tenant when requests wait: the prefill time of the nodes, and the time in which
+    this gateway reads and tokenises requests, are shared between the tenants that wait, in
+    proportion to their weights. The default is 1."""
     max_in_flight: Count | None = None
     """Requests of the tenant in flight. Further requests are refused with status 429. The default
     is `gateway.max_in_flight`, and half of it where the gateway has several tenants."""
@@ -39,7 +40,7 @@ class TenantSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     is `gateway.max_queued_tokens`, and half of it where the gateway has several tenants."""
     max_tokens_per_minute: Count | None = None
     """Prompt tokens that the tenant may send to this gateway in a minute. A body counts at least
-    one token for every 8 bytes, also when it is refused. A tenant that has sent more is refused
+    one token for every 8 bytes, decompressed, also when it is refused. A tenant that has sent more is refused
     with status 429 until the time has passed. The default is no limit."""
     max_bodies_mb: Amount | None = None
     """Bodies of the tenant's requests in flight together, in 10^6 bytes. Further requests are

@@ -74,7 +74,9 @@ class GenerationApi:
             admit(self._limits.tenants, sender.tenant) as admitted,
         ):
             admitted.check_body(request.content_length or 0)
-            async with self._body_reader.read(request, admitted.add_bytes) as body:
+            async with self._body_reader.read(
+                request, admitted.add_bytes, admitted.count_read
+            ) as body:
                 record.trace.read_s = self._request_log.now()
                 return await self._respond(request, sender, kind, body, record, admitted)
 
@@ -96,7 +98,7 @@ class GenerationApi:
         self, request: web.Request, sender: Sender, body: RequestBody
     ) -> dict[str, Any]:
         """Where the request in the body would go now. The cache of the sender's tenant counts."""
-        prepared = await self._prompts.prepare("either", body, sender.tenant)
+        prepared = await self._prompts.prepare("either", body, sender.tenant, _uncharged)
         explained, *others = self._gateway_requests(request, sender, prepared)
         if others:
             raise InputError(
@@ -116,7 +118,7 @@ class GenerationApi:
         admitted: AdmittedRequest,
     ) -> web.StreamResponse:
         await self._start_limiter.wait()
-        prepared = await self._prompts.prepare(kind, body, sender.tenant)
+        prepared = await self._prompts.prepare(kind, body, sender.tenant, admitted.count_read)
         record.trace.tokenized_s = self._request_log.now()
         self._body_reader.replace(body, prepared.nbytes or body.nbytes)
         requests = self._gateway_requests(request, sender, prepared)
@@ -223,3 +225,7 @@ class GenerationApi:
 
 def _unknown() -> None:
     return None
+
+
+def _uncharged(nbytes: int) -> None:
+    """An operator's request, which only names a tenant."""

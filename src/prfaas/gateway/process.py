@@ -20,7 +20,7 @@ from prfaas.gateway.api.body_limits import BodyReader
 from prfaas.gateway.api.credentials import GatewayCredentials
 from prfaas.gateway.api.loop_lag import measure_lag
 from prfaas.gateway.api.metrics import ApiMetrics
-from prfaas.gateway.api.prompts import THREADS, Prompts
+from prfaas.gateway.api.prompts import QUEUED_PER_TENANT, THREADS, Prompts
 from prfaas.gateway.api.request_log import RequestLog, RequestObserver
 from prfaas.gateway.api.request_preparation import RequestPreparer
 from prfaas.gateway.backend import BackendOptions, running
@@ -37,6 +37,7 @@ from prfaas.gateway.following.paths import FollowingPaths
 from prfaas.gateway.generation import Limits
 from prfaas.gateway.request import Backend
 from prfaas.gateway.tenants import Tenants
+from prfaas.gateway.turns import Turns
 from prfaas.listening import listen, service_url
 from prfaas.planner.network.problem import NetworkProblem
 from prfaas.planner.problem import Problem
@@ -126,10 +127,15 @@ async def serving(
         exporter = stack.enter_context(chosen_exporter(section.otlp_endpoint, "gateway"))
         if exporter is not None:
             observers.append(RequestExport(exporter, deployment.model.name, clock))
-        workers = await stack.enter_async_context(_body_workers(deployment, options, metrics))
+        tenants = tenants or Tenants(section, lambda: options.credentials.tenants)
+        workers = await stack.enter_async_context(
+            _body_workers(deployment, options, tenants, clock, metrics)
+        )
         threads = stack.enter_context(
             ThreadPoolExecutor(THREADS, thread_name_prefix="prfaas-tokenising")
         )
+        turns = Turns(range(THREADS), tenants, clock, queued_per_tenant=QUEUED_PER_TENANT)
+        stack.push_async_callback(turns.close)
         body_reader = BodyReader(
             each_bytes=int(section.max_body_mb * _MB),
             all_bytes=int(section.max_bodies_mb * _MB),
@@ -141,14 +147,12 @@ async def serving(
             Prompts(
                 RequestPreparer(deployment.model.name, max_tokens, options.tokenizer),
                 threads,
+                turns,
                 workers,
             ),
             options.credentials,
             body_reader,
-            Limits(
-                tenants or Tenants(section, lambda: options.credentials.tenants),
-                section.timeouts.stall_s,
-            ),
+            Limits(tenants, section.timeouts.stall_s),
             RequestLog(
                 metrics,
                 clock,
@@ -197,7 +201,11 @@ async def serving(
 
 @asynccontextmanager
 async def _body_workers(
-    deployment: Deployment, options: GatewayOptions, metrics: ApiMetrics
+    deployment: Deployment,
+    options: GatewayOptions,
+    tenants: Tenants,
+    clock: Clock,
+    metrics: ApiMetrics,
 ) -> AsyncIterator[BodyWorkers]:
     body_bytes = int(deployment.gateway.max_body_mb * _MB)
     folder = options.tokenizer_folder
@@ -209,7 +217,7 @@ async def _body_workers(
         job_s=JOB_S,
         tokenizer_folder=None if folder is None else str(folder.resolve()),
     )
-    async with body_workers(settings, metrics.count_lost_worker) as workers:
+    async with body_workers(settings, tenants, clock, metrics.count_lost_worker) as workers:
         metrics.bodies_waiting.set_function(lambda: workers.waiting)
         if options.warm_worker:
             workers.start_one()

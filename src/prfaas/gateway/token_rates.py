@@ -3,7 +3,8 @@
 A tenant has an account of tokens, which fills up to one minute's worth. What its requests send is
 taken from it, and it may go into debt: a request is refused while the account is in debt, before
 its body is read. So a long prompt is served, and the time after it pays for it. A body counts
-while it arrives, also when it is refused later: reading it costs work, too.
+while it arrives and while it is decompressed, also when it is refused later: reading it costs work,
+too.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 """The paths /tokenize and /detokenize, served by the gateway's own tokenizer.
 
 A request counts for its tenant like a completion: its bytes, its share of the token rate, and as a
-request in flight. It runs in a thread. Parsing holds the interpreter, so a body is short.
+request in flight. It runs in a thread, when it is its tenant's turn. Parsing holds the interpreter,
+so a body is short.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 from aiohttp import web
@@ -33,11 +35,11 @@ class TokenizationApi:
         with admit(self._tenants, tenant) as admitted:
             admitted.check_body(request.content_length or 0)
             async with self._body_reader.read(
-                request, admitted.add_bytes, inline_bytes=MAX_BYTES
+                request, admitted.add_bytes, admitted.count_read, inline_bytes=MAX_BYTES
             ) as body:
                 if body.data is None:
                     raise too_large(MAX_BYTES)
-                encoded = await self._prompts.run(_encoded, work, body.data)
+                encoded = await self._prompts.run(tenant, partial(_encoded, work, body.data))
         return web.Response(body=encoded, content_type="application/json")
 
 

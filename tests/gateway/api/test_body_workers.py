@@ -4,13 +4,14 @@ one request only."""
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,19 @@ from typing import Any
 import msgspec
 import pytest
 
+from prfaas.clock import Clock, MonotonicClock
 from prfaas.engine.checkpoint.tokenizer import save_tokenizer
 from prfaas.errors import InputError, RequestError
 from prfaas.gateway.api.body_limits import RequestBody
+from prfaas.gateway.api.content_encoding import Encoding
 from prfaas.gateway.api.request_preparation import PreparedRequest, RequestPreparer
 from prfaas.gateway.api.request_schema import Kind
 from prfaas.gateway.body_workers.messages import WorkerSettings
-from prfaas.gateway.body_workers.pool import QUEUED_PER_TENANT, BodyWorkers, memory_bound
+from prfaas.gateway.body_workers.pool import BodyWorkers, memory_bound
 from prfaas.gateway.client.request_body import encode_body
+from prfaas.gateway.tenants import Tenants
+from prfaas.gateway.turns import LONG_S, QUEUED_PER_TENANT
+from prfaas.testing.clock import FakeClock
 from prfaas.text import load_tokenizer
 from tests.gateway.api.api_server import api_server, joined
 from tests.waiting import HANG_S, wait_until
@@ -54,8 +60,14 @@ def settings(folder: Path | None = None, **changes: Any) -> WorkerSettings:
 
 
 @asynccontextmanager
-async def pool(given: WorkerSettings, **options: Any) -> AsyncIterator[BodyWorkers]:
-    workers = BodyWorkers(given, **options)
+async def pool(
+    given: WorkerSettings,
+    tenants: Collection[str] = ("",),
+    clock: Clock | None = None,
+    **options: Any,
+) -> AsyncIterator[BodyWorkers]:
+    who = Tenants(names=lambda: tenants)
+    workers = BodyWorkers(given, who, clock or MonotonicClock(), **options)
     try:
         async with asyncio.timeout(HANG_S):
             yield workers
@@ -63,18 +75,27 @@ async def pool(given: WorkerSettings, **options: Any) -> AsyncIterator[BodyWorke
         await workers.close()
 
 
-def body_of(data: bytes) -> RequestBody:
-    body = RequestBody(inline_bytes=0)  # a short body in a file, as if it were long
+def body_of(data: bytes, encoding: Encoding = "") -> RequestBody:
+    body = RequestBody(encoding, inline_bytes=0)  # a short body in a file, as if it were long
     body.add(data)
     body.end()
     return body
 
 
+def uncounted(nbytes: int) -> None:
+    pass
+
+
 async def prepare(
-    workers: BodyWorkers, fields: Any, kind: Kind = "completion", tenant: str = ""
+    workers: BodyWorkers,
+    fields: Any,
+    kind: Kind = "completion",
+    tenant: str = "",
+    encoding: Encoding = "",
+    count_read: Callable[[int], None] = uncounted,
 ) -> PreparedRequest:
     data = fields if isinstance(fields, bytes) else json.dumps(fields).encode()
-    return await workers.prepare(kind, body_of(data), tenant)
+    return await workers.prepare(kind, body_of(data, encoding), tenant, count_read)
 
 
 def same(one: PreparedRequest, other: PreparedRequest) -> None:
@@ -237,6 +258,79 @@ async def test_tenants_take_turns() -> None:
         assert order.index("one") <= 2
 
 
+async def test_bombs_of_three_tenants_leave_a_worker_for_a_fourth() -> None:
+    """A compressed body of a few bytes may take a worker for seconds."""
+    clock, bomb = FakeClock(), gzip.compress(b'{"prompt": "' + b" " * 2 * BODY_BYTES)
+    async with pool(settings(), tenants=["x", "y", "z", "fourth"], clock=clock) as workers:
+
+        async def send_bomb(tenant: str) -> None:
+            with pytest.raises(RequestError) as refused:
+                await prepare(workers, bomb, tenant=tenant, encoding="gzip")
+            assert refused.value.status == 413
+
+        for process in workers.processes:
+            await process.start()
+        for tenant in "xyz":
+            first = asyncio.create_task(send_bomb(tenant))
+            await started()
+            clock.advance(2 * LONG_S)
+            await first
+        flood = [asyncio.create_task(send_bomb(tenant)) for tenant in "xyz" * 4]
+        await started()
+        assert workers.waiting == len(flood) - 1
+        fourth = asyncio.create_task(prepare(workers, {"prompt": [1, 2]}, tenant="fourth"))
+        await started()
+        assert workers.waiting == len(flood) - 1, "the fourth tenant's body waits for no other"
+        assert len((await fourth).prompts[0]) == 2
+        await asyncio.gather(*flood)
+
+
+async def test_what_a_worker_reads_is_counted_also_when_the_body_is_refused() -> None:
+    counted: list[int] = []
+    text = json.dumps({"prompt": [1, 2], "user": "x" * 500_000}).encode()
+    bodies = {
+        200: gzip.compress(text),
+        413: gzip.compress(bytes(2 * BODY_BYTES)),
+        400: gzip.compress(json.dumps({"prompt": "x" * 1_000_000}).encode()),
+    }
+    async with pool(settings(), workers=1) as workers:
+        await prepare(workers, text, count_read=counted.append)
+        for status, body in bodies.items():
+            try:
+                await prepare(workers, body, encoding="gzip", count_read=counted.append)
+            except (InputError, RequestError) as error:
+                assert status == (error.status if isinstance(error, RequestError) else 400)
+            else:
+                assert status == 200
+    assert counted[:2] == [len(text)] * 2
+    assert BODY_BYTES < counted[2] <= 2 * BODY_BYTES and counted[3] > 1_000_000
+
+
+async def test_what_a_worker_reads_is_counted_also_when_the_client_leaves() -> None:
+    counted: list[int] = []
+    body = gzip.compress(b'{"prompt": [1]}')
+    async with pool(settings(), workers=1) as workers:
+        proceed = await stopped(workers)
+        leaving = asyncio.create_task(
+            prepare(workers, body, encoding="gzip", count_read=counted.append)
+        )
+        await started()
+        leaving.cancel()
+        proceed()
+        await prepare(workers, {"prompt": [1, 2]})
+    assert counted == [len(b'{"prompt": [1]}')]
+
+
+async def test_a_body_that_takes_too_long_counts_as_all_that_it_may_have_been() -> None:
+    counted: list[int] = []
+    async with pool(settings(job_s=0.5), workers=1) as workers:
+        await stopped(workers)
+        with pytest.raises(RequestError):
+            body = gzip.compress(bytes(2 * BODY_BYTES))
+            await prepare(workers, body, encoding="gzip", count_read=counted.append)
+        assert len(counted) == 1 and counted[0] >= BODY_BYTES
+
+
 async def test_waiting_bodies_are_bounded_per_tenant() -> None:
     async with pool(settings(), workers=1) as workers:
         proceed = await stopped(workers)
@@ -284,11 +378,14 @@ async def test_a_client_that_leaves_does_not_cost_the_worker() -> None:
 
 PROGRAM = """
 import asyncio, sys
+from prfaas.clock import MonotonicClock
 from prfaas.gateway.body_workers.messages import WorkerSettings
 from prfaas.gateway.body_workers.pool import BodyWorkers
+from prfaas.gateway.tenants import Tenants
 
 async def main():
-    workers = BodyWorkers(WorkerSettings("made-up", 1000, 1000, 1 << 30, 60.0))
+    settings = WorkerSettings("made-up", 1000, 1000, 1 << 30, 60.0)
+    workers = BodyWorkers(settings, Tenants(), MonotonicClock())
     await asyncio.gather(*(process.start() for process in workers.processes))
     print(*(process.pid for process in workers.processes), flush=True)
     await asyncio.Event().wait()

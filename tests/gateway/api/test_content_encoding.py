@@ -8,9 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.errors import InputError
-from prfaas.gateway.api.content_encoding import Encoding, TooManyBytes, decompress, encoding_of
+from prfaas.gateway.api.content_encoding import (
+    Encoding,
+    TooManyBytes,
+    decompress,
+    encoding_of,
+    most_bytes,
+)
 
 LONG = bytes(range(256)) * 4000
+
+
+def uncounted(nbytes: int) -> None:
+    pass
 
 
 def raw_deflate(data: bytes) -> bytes:
@@ -29,32 +39,54 @@ def pack(data: bytes, encoding: str) -> bytes:
 def test_a_body_is_what_was_compressed(data: bytes, encoding: str) -> None:
     name: Encoding = "gzip" if encoding == "gzip" else "deflate"
     packed = pack(data, encoding)
-    assert decompress(packed, name, len(data)) == data
+    assert decompress(packed, name, len(data), uncounted) == data
     for cut in {1, len(packed) // 2, len(packed) - 1}:
         with pytest.raises(InputError, match="Content-Encoding"):
-            decompress(packed[:cut], name, len(data))
+            decompress(packed[:cut], name, len(data), uncounted)
     if data:
         with pytest.raises(TooManyBytes):
-            decompress(packed, name, len(data) - 1)
+            decompress(packed, name, len(data) - 1, uncounted)
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "raw"])
+def test_what_is_decompressed_is_counted_also_when_it_is_refused(encoding: str) -> None:
+    name: Encoding = "gzip" if encoding == "gzip" else "deflate"
+    bomb = bytes(20_000_000)
+    packed = pack(bomb, encoding)
+
+    def counted(data: bytes, max_bytes: int) -> int:
+        parts: list[int] = []
+        try:
+            decompress(data, name, max_bytes, parts.append)
+        except (InputError, TooManyBytes):
+            pass
+        assert sum(parts) <= most_bytes(len(data), name, max_bytes)
+        return sum(parts)
+
+    assert counted(packed, len(bomb)) == len(bomb)
+    assert counted(packed, 3_000_000) > 3_000_000, "it has more than it may have"
+    broken = packed[: len(packed) // 2]
+    assert counted(broken, len(bomb)) > len(bomb) / 4, "it breaks off"
+    assert counted(b"neither of them", len(bomb)) <= 1000
 
 
 @given(st.lists(st.binary(max_size=50), min_size=1, max_size=5))
 def test_gzip_may_have_several_members(members: list[bytes]) -> None:
     packed = b"".join(map(gzip.compress, members))
-    assert decompress(packed, "gzip", 1000) == b"".join(members)
+    assert decompress(packed, "gzip", 1000, uncounted) == b"".join(members)
 
 
 @given(st.binary(max_size=60), st.sampled_from(["gzip", "deflate"]))
 def test_other_bytes_are_refused_or_decompressed(data: bytes, encoding: Encoding) -> None:
     try:
-        decompress(data, encoding, 10_000)
+        decompress(data, encoding, 10_000, uncounted)
     except (InputError, TooManyBytes):
         pass
 
 
 def test_many_members_are_refused() -> None:
     with pytest.raises(InputError, match="members"):
-        decompress(gzip.compress(b"") * 2000, "gzip", 1000)
+        decompress(gzip.compress(b"") * 2000, "gzip", 1000, uncounted)
 
 
 def test_names_of_encodings() -> None:

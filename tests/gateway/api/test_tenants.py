@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -139,3 +140,20 @@ async def gauge(server: ApiServer, name: str) -> float:
     _, page = await server.get("/metrics", Authorization="Bearer operator")
     lines: Sequence[str] = page.decode().splitlines()
     return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name} "))
+
+
+async def test_decompressed_bytes_count_also_of_requests_that_are_refused() -> None:
+    """A body of few bytes may be very many. One of 250,000 token lengths is refused, and its tenant
+    pays for reading it; so does the tenant of one that is too large for its path."""
+    bomb = gzip.compress(msgspec.json.encode({"prompt": "x" * 2_000_000}))
+    assert len(bomb) < 8_000  # the account is not in debt for what arrives
+    packed = {"Content-Encoding": "gzip"}
+    section: dict[str, Any] = {"tenant_default": {"max_tokens_per_minute": 10_000}}
+    for path, refusal_status in ("/v1/completions", 400), ("/tokenize", 413):
+        async with api_server(keys=KEYS, **section) as server:
+            assert (await server.post("/v1/completions", GOOD, **A))[0] == 200
+            status, _ = await server.post(path, bomb, **A, **packed)
+            assert status == refusal_status
+            error = await refusal(server, A)
+            assert "10000 prompt tokens per minute" in error["message"]
+            assert (await server.post("/v1/completions", GOOD, **B))[0] == 200

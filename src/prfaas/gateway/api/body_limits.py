@@ -25,6 +25,10 @@ RETRY_S = 1.0
 INLINE_BODY_BYTES = 1 << 16
 
 
+def _uncounted(nbytes: int) -> None:
+    """The body is of no tenant."""
+
+
 class RequestBody:
     """A body as it arrives. A short one is kept in memory. A long one is written to an anonymous
     file, chunk by chunk: the gateway never joins it, and another process can read it."""
@@ -50,18 +54,22 @@ class RequestBody:
         else:
             _write(self._file, chunk)
 
-    def end(self) -> None:
+    def end(self, count_read: Callable[[int], None] = _uncounted) -> None:
         """Call it when the whole body has arrived. Raises InputError when a short body is not in
-        its encoding."""
+        its encoding. `count_read` is called with the number of bytes that were decompressed here,
+        if any."""
         if self._file is not None:
             return
         data = b"".join(self._chunks)
         if self.encoding:
+            parts: list[int] = []
             try:
-                data = decompress(data, self.encoding, self._inline_bytes)
+                data = decompress(data, self.encoding, self._inline_bytes, parts.append)
             except TooManyBytes:
                 self._move_to_file()
                 return
+            finally:
+                count_read(sum(parts))
         self._chunks = []
         self.encoding = ""
         self.data = data
@@ -108,12 +116,14 @@ class BodyReader:
     async def read(
         self,
         request: web.Request,
-        count: Callable[[int], None] = lambda nbytes: None,
+        count: Callable[[int], None] = _uncounted,
+        count_read: Callable[[int], None] = _uncounted,
         *,
         inline_bytes: int = INLINE_BODY_BYTES,
     ) -> AsyncIterator[RequestBody]:
         """The whole body. A body of at most `inline_bytes` is in memory. `count` is called with the
-        size of each chunk that arrives. It may refuse the request."""
+        size of each chunk that arrives. It may refuse the request. For `count_read` see
+        `RequestBody.end`."""
         if (request.content_length or 0) > self._each_bytes:
             raise too_large(self._each_bytes)  # before reading a byte of the body
         encoding = encoding_of(request.headers.get("Content-Encoding", ""))
@@ -134,7 +144,7 @@ class BodyReader:
                     "request_timeout",
                     f"the request body did not arrive within {self._patience_s:g} s",
                 ) from None
-            body.end()
+            body.end(count_read)
             yield body
         finally:
             self._held_bytes -= body.nbytes

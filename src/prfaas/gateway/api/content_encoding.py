@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal, TypeAlias
 
 from prfaas.errors import InputError, RequestError
@@ -12,6 +12,7 @@ Encoding: TypeAlias = Literal["", "gzip", "deflate"]
 _FIELD = "Content-Encoding"
 _STEP_BYTES = 1 << 18
 _MOST_MEMBERS = 1000  # of a gzip file: an empty member has 20 bytes
+_MOST_EXPANSION = 1032  # of deflate: two bits stand for at most 258 bytes
 
 
 class TooManyBytes(Exception):
@@ -34,13 +35,20 @@ def encoding_of(header: str) -> Encoding:
             )
 
 
-def decompress(data: bytes | memoryview, encoding: Encoding, max_bytes: int) -> bytes:
+def decompress(
+    data: bytes | memoryview,
+    encoding: Encoding,
+    max_bytes: int,
+    count: Callable[[int], None],
+) -> bytes:
     """The body before it was compressed. Raises InputError when it is not in that encoding, and
     `TooManyBytes` when it has more than `max_bytes`. It takes memory for `max_bytes` at most, also
-    when a few bytes stand for very many."""
+    when a few bytes stand for very many. `count` is called with the size of each part that was
+    decompressed: what is refused in the end was work, too."""
     parts, nbytes = [], 0
     try:
         for part in _parts(memoryview(data), encoding):
+            count(len(part))
             nbytes += len(part)
             if nbytes > max_bytes:
                 raise TooManyBytes
@@ -48,6 +56,11 @@ def decompress(data: bytes | memoryview, encoding: Encoding, max_bytes: int) -> 
     except zlib.error as error:
         raise _broken(encoding, str(error)) from None
     return b"".join(parts)
+
+
+def most_bytes(nbytes: int, encoding: Encoding, max_bytes: int) -> int:
+    """The most bytes that `decompress` may have counted for a body of `nbytes`."""
+    return min(nbytes * _MOST_EXPANSION, max_bytes + _STEP_BYTES) if encoding else nbytes
 
 
 def too_large(max_bytes: int) -> RequestError:

@@ -18,6 +18,7 @@ class AdmittedRequest:
         self._tenants = tenants
         self._tenant = tenant
         self._nbytes = 0
+        self._charged_bytes = 0
         self._tokens = 0
         self._requests = 1
 
@@ -40,6 +41,17 @@ class AdmittedRequest:
         self._tenants.token_rates.charge(self._tenant, nbytes / BYTES_PER_TOKEN)
         self._tenants.body_bytes.take(self._tenant, nbytes)
         self._nbytes += nbytes
+        self._charged_bytes += nbytes
+
+    def count_read(self, nbytes: int) -> None:
+        """So many bytes of the body have been read, after decompression. They count like bytes that
+        arrive, and no byte counts twice: of the two sizes, the larger one is charged. Reading is
+        work also when the request is refused or the client leaves, so this may be called after the
+        end."""
+        more = nbytes - self._charged_bytes
+        if more > 0:
+            self._tenants.token_rates.charge(self._tenant, more / BYTES_PER_TOKEN)
+            self._charged_bytes = nbytes
 
     def add_prompts(self, prompts: int, most: int) -> int:
         """A request with several prompts counts as so many requests as are under way at once. It
@@ -55,7 +67,7 @@ class AdmittedRequest:
 
     def begin_wait(self, prompt_tokens: int) -> None:
         """The request has a prompt and waits for its first token. Raises `RequestError`."""
-        more = prompt_tokens - self._nbytes / BYTES_PER_TOKEN
+        more = prompt_tokens - self._charged_bytes / BYTES_PER_TOKEN
         self._tenants.token_rates.charge(self._tenant, max(0.0, more))
         queued = self._tenants.queued_tokens
         if not queued.used(self._tenant):

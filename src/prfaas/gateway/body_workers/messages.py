@@ -61,6 +61,7 @@ class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
     prompts: list[PackedPrompt]
     long_fields: list[tuple[str, int]]  # name and bytes
     head_bytes: int
+    read_bytes: int = 0  # of the body, decompressed
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -72,6 +73,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     status: int = 0
     code: str = ""
     ends: bool = False  # the worker takes no further job
+    read_bytes: int = 0  # of the body, decompressed, before it was refused
 
     @classmethod
     def of(cls, error: InputError | RequestError) -> Refused:

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -51,6 +52,11 @@ class WorkerLost(Exception):
         self.timed_out = timed_out
         self.out_of_memory = out_of_memory
 
+    @property
+    def by_body(self) -> bool:
+        """Whether the body that it read is the reason."""
+        return self.timed_out or self.out_of_memory
+
 
 class Answer(NamedTuple):
     reply: Reply
@@ -91,12 +97,14 @@ class WorkerProcess:
             problem = answer.reply.problem if isinstance(answer.reply, Refused) else "bad answer"
             raise WorkerLost(f"a body worker does not start: {problem}")
 
-    async def run(self, job: Job, body: int) -> Answer:
-        """The worker's answer to the job; closes `body`. Raises `WorkerLost`; then the process has
-        been stopped, and the next job starts a new one."""
+    async def run(self, job: Job, body: int, started: Callable[[], None]) -> Answer:
+        """The worker's answer to the job; closes `body`. `started` is called when the process is
+        there, which may take seconds. Raises `WorkerLost`; then the process has been stopped, and
+        the next job starts a new one."""
         packet = msgspec.json.encode(job)
         try:
             await self.start()
+            started()
             try:
                 self._send(packet, [body])
             except _NotSent:

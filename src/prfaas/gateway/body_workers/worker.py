@@ -29,6 +29,7 @@ from prfaas.gateway.body_workers.messages import (
     OUT_OF_MEMORY,
     PACKET_BYTES,
     Job,
+    Prepared,
     Ready,
     Refused,
     Reply,
@@ -93,7 +94,7 @@ def _serve(connection: socket.socket, settings: WorkerSettings, preparer: Reques
             os.close(result)
             os.close(body)
         signal.alarm(0)
-        if reply is OUT_OF_MEMORY:
+        if isinstance(reply, Refused) and reply.ends:
             return
         if nbytes > _LONG_BYTES:
             gc.collect()
@@ -102,20 +103,30 @@ def _serve(connection: socket.socket, settings: WorkerSettings, preparer: Reques
 def _reply(
     job: Job, body: int, result: int, settings: WorkerSettings, preparer: RequestPreparer
 ) -> Reply:
+    read_bytes = 0
+
+    def count(nbytes: int) -> None:
+        nonlocal read_bytes
+        read_bytes += nbytes
+
+    reply: Prepared | Refused
     try:
         data: memoryview | bytes = memoryview(mmap.mmap(body, 0, prot=mmap.PROT_READ))
         if job.encoding:
-            data = decompress(data, job.encoding, settings.body_bytes)
-        return pack(preparer.prepare(job.kind, data), result)
+            data = decompress(data, job.encoding, settings.body_bytes, count)
+        else:
+            count(len(data))
+        reply = pack(preparer.prepare(job.kind, data), result)
     except (InputError, RequestError) as error:
-        return Refused.of(error)
+        reply = Refused.of(error)
     except TooManyBytes:
-        return Refused.of(too_large(settings.body_bytes))
+        reply = Refused.of(too_large(settings.body_bytes))
     except MemoryError:
-        return OUT_OF_MEMORY
+        reply = OUT_OF_MEMORY
     except Exception:
         _LOG.error("%s", traceback.format_exc()[-_TRACEBACK_CHARS:])
-        return Refused("internal gateway error", status=500, code="internal_error")
+        reply = Refused("internal gateway error", status=500, code="internal_error")
+    return msgspec.structs.replace(reply, read_bytes=read_bytes)
 
 
 def _send(connection: socket.socket, reply: Reply, files: list[int] | None = None) -> None:
