@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from prfaas.config.gateway import DEFAULTS, GatewaySection
 from prfaas.contracts.openai_fields import Endpoint
 from prfaas.errors import RequestError
 from prfaas.gateway.client.node_client import Card
@@ -21,7 +22,7 @@ from prfaas.http_client.client import open_client
 from prfaas.testing.clock import FakeClock
 from tests.gateway.backends import THRESHOLD, answered, gateway_request, prompt, serving
 from tests.gateway.conftest import Hosts
-from tests.gateway.fleets import B, fleet_and_router, member_of
+from tests.gateway.fleets import B, fleet_and_router, member_of, with_timeouts
 from tests.gateway.peers import Peer, peer
 
 LONG = 2 * THRESHOLD
@@ -73,8 +74,10 @@ class Asked:
 
 
 @asynccontextmanager
-async def engine_asked(status: int = 200) -> AsyncIterator[Asked]:
-    fleet, _ = fleet_and_router(FakeClock())
+async def engine_asked(
+    status: int = 200, limits: GatewaySection = DEFAULTS
+) -> AsyncIterator[Asked]:
+    fleet, _ = fleet_and_router(FakeClock(), limits=limits)
     async with peer() as engine, open_client() as http:
         member = member_of(fleet, B)
         member.url = engine.url
@@ -128,6 +131,26 @@ async def test_an_engine_that_is_gone_costs_the_attempt() -> None:
         with pytest.raises(AttemptFailed) as failed:
             await asked.check(min_p=0.5)
         assert failed.value.avoid == (B,) and failed.value.unsent
+        assert failed.value.engine is None
+
+
+async def test_an_engine_that_is_lost_over_a_check_is_an_attempt() -> None:
+    """The fields may be what it was lost of. It must not be free to try them at the next engine."""
+    async with engine_asked() as asked:
+        asked.engine.lose(COMPLETIONS)
+        with pytest.raises(AttemptFailed) as failed:
+            await asked.check(min_p=0.5)
+        assert (failed.value.avoid, failed.value.engine) == ((B,), B)
+        assert failed.value.lost is not None and not failed.value.unsent
+
+
+async def test_a_check_that_is_not_answered_in_time_is_an_attempt() -> None:
+    async with engine_asked(limits=with_timeouts(node_poll_timeout_s=0.2)) as asked:
+        asked.engine.silence(COMPLETIONS)
+        with pytest.raises(AttemptFailed) as failed:
+            await asked.check(structured_outputs={"grammar": "start: T"})
+        assert failed.value.engine == B and not failed.value.unsent
+        assert asked.times() == 1
 
 
 async def test_an_engine_that_drains_costs_no_attempt() -> None:

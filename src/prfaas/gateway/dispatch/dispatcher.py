@@ -36,6 +36,7 @@ from prfaas.gateway.dispatch.handoff import (
     raise_client_error,
     record_lost_engine,
 )
+from prfaas.gateway.dispatch.kept_out import KeptOut
 from prfaas.gateway.fleet.booking import Booking
 from prfaas.gateway.fleet.liveness import FellSilent
 from prfaas.gateway.fleet.member import Member
@@ -69,6 +70,7 @@ class Dispatcher:
         self._hand_offs = hand_offs
         self._field_checks = FieldChecks(hand_offs.fleet, hand_offs.http)
         self._budget = budget
+        self._kept_out = KeptOut(clock)
         self.traffic = traffic
         self.homes = homes
         self._clock = clock
@@ -100,7 +102,10 @@ class Dispatcher:
             routed = routed_request(request, number, trace.arrived_s)
             home = self.homes.of(request, prompt)
             trace.home = home
-            attempts = Attempts(self._fleet, self._budget, self._clock, trace)
+            attempts = Attempts(
+                request, self._fleet, self._budget, self._kept_out, self._clock, trace
+            )
+            await attempts.begin()
             while True:
                 placement = PlacementRequest(
                     routed,
@@ -233,7 +238,9 @@ class Dispatcher:
                     )
                 )
         except FellSilent as error:
-            raise AttemptFailed(str(error), route.decode, kind=SILENT) from None
+            raise AttemptFailed(
+                str(error), route.decode, engine=route.decode, kind=SILENT
+            ) from None
         except PeerError as error:
             if transfer and await self._is_of_another_prompt(request, error, decode, transfer):
                 _LOG.warning(
@@ -251,8 +258,9 @@ class Dispatcher:
                 raise AttemptFailed(
                     str(error), prefill=True, no_alone=route.alone, kind=NO_STATE
                 ) from None
+            engine = route.decode if lost.broke and not lost.unsent else None
             raise AttemptFailed(
-                str(error), route.decode, unsent=unsent, lost=lost.if_broke
+                str(error), route.decode, unsent=unsent, lost=lost.if_broke, engine=engine
             ) from None
         if hand_off is None:
             # An answer that does not stream arrives as a whole.
@@ -266,7 +274,7 @@ class Dispatcher:
             async with self._fleet.liveness.unless_silent(node):
                 await self._field_checks.check(decode, request)
         except FellSilent as error:
-            raise AttemptFailed(str(error), node, kind=SILENT) from None
+            raise AttemptFailed(str(error), node, engine=node, kind=SILENT) from None
 
     async def _is_of_another_prompt(
         self,

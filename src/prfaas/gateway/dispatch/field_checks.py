@@ -9,6 +9,9 @@ path that generates, and computes nothing. An engine without this path (a vLLM w
 `--enable-scale-out`) gets a trial request: the same fields with a short prompt and one token to
 generate. Fields that an engine has accepted once are not asked about again, so that ordinary
 traffic waits for no check.
+
+A check may be what an engine does not survive, for example of a grammar. So it is a part of the
+attempt: an engine that is lost over it is a lost engine (`attempts`).
 """
 
 from __future__ import annotations
@@ -111,14 +114,19 @@ class FieldChecks:
             await self._ask(NodeClient(self._http, url, self._fleet.timeouts), card, request)
         except PeerError as error:
             raise_client_error(error)
-            leaves = (
-                decode.node is not None
-                and record_lost_engine(self._fleet, decode.node, error).unsent
-            )
-            if leaves or not isinstance(error, PeerHttpError):
-                avoid = () if decode.node is None else (decode.node,)
-                # No node has the request yet: a decode engine that restarts costs it no attempt.
-                raise AttemptFailed(str(error), *avoid, unsent=True) from None
+            if decode.node is None:
+                raise AttemptFailed(str(error), unsent=True) from None  # its kvd has left
+            lost = record_lost_engine(self._fleet, decode.node, error)
+            if lost.unsent or lost.broke:
+                # An engine that was not asked has cost no attempt, such as one that restarts. One
+                # that was asked, and does not answer, may have been lost by what the fields have.
+                raise AttemptFailed(
+                    str(error),
+                    decode.node,
+                    unsent=lost.unsent,
+                    lost=lost.if_broke,
+                    engine=None if lost.unsent else decode.node,
+                ) from None
             # The decode call itself will show whether the engine can serve the request.
             problem = one_line(str(error))
             log.warning("%s: the fields of a request were not checked: %s", url, problem)

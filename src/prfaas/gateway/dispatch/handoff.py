@@ -74,6 +74,7 @@ class AttemptFailed(Exception):
         no_alone: bool = False,
         unsent: bool = False,
         lost: NodeLoss | None = None,
+        engine: NodeId | None = None,
         kind: str | None = None,
     ) -> None:
         """`kind`: one of `spans.FAILURES`; None: `LOST` or `OTHER`, as `lost` says."""
@@ -83,6 +84,7 @@ class AttemptFailed(Exception):
         self.unsent = unsent  # no node has received the request: nothing was computed
         self.silent = kind == SILENT  # a node has fallen silent
         self.lost = lost  # the connection to a node has broken
+        self.engine = engine  # was lost while it had the request
         self.prefill = prefill  # the prefill or its hand-off failed
         self.decode_only = decode_only  # the decode engine has to prefill the request as well
         # The decode node has lost what it was to continue alone. It has computed nothing.
@@ -179,7 +181,11 @@ class HandOff:
                 return await self._carry_out(request, prompt, trace)
         except FellSilent as error:
             prefill = error.node == route.prefill
-            raise AttemptFailed(str(error), error.node, prefill=prefill, kind=SILENT) from None
+            # The decode engine does not have the request yet.
+            engine = error.node if prefill and self._prefilling is not None else None
+            raise AttemptFailed(
+                str(error), error.node, prefill=prefill, engine=engine, kind=SILENT
+            ) from None
 
     async def _carry_out(
         self, request: GatewayRequest, prompt: PromptHashes, trace: RequestTrace
@@ -401,6 +407,7 @@ class HandOff:
             prefill=True,
             unsent=lost.unsent,
             lost=lost.if_broke,
+            engine=self._route.prefill if lost.broke and not lost.unsent else None,
         )
 
     def _check_sender(self, instance: str | None) -> None:

@@ -24,6 +24,11 @@ def attempt_metrics(budget: RetryBudget) -> Iterator[Metric]:
         "retry_budget", "Retries that all requests together may make now.", value=budget.left
     )
     yield counter(
+        "nodes_lost_requests",
+        "Requests that were refused because they have cost two nodes, now or a while ago.",
+        value=budget.nodes_lost,
+    )
+    yield counter(
         "refused_grants",
         "Grants that a decode node's kvd refused because its memory was full.",
         value=budget.refused_grants,
