@@ -218,6 +218,7 @@ def test_stream_options_are_checked_too(option: str) -> None:
         ({"stop_token_ids": ["a"]}, "stop_token_ids"),
         ({"stop": ""}, "stop"),
         ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": ["a", "b" * 1025]}, "stop"),
         ({"kv_transfer_params": {"grant": {"type": "grant"}}}, "kv_transfer_params.grant"),
     ],
 )

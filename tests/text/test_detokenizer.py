@@ -66,6 +66,77 @@ def test_text_ends_before_the_first_stop_string(text: str, stops: list[str]) -> 
     assert given_out == text[: first - len(by)]
 
 
+def stopped_naively(
+    pieces: list[str], stops: list[str], min_tokens: int
+) -> tuple[list[str], str | None]:
+    """What clients get after each piece, and after the last one: by definition, from the whole
+    text."""
+    free, text, given_out, sent = len("".join(pieces[:min_tokens])), "", 0, []
+    for piece in pieces:
+        before, text = len(text), text + piece
+        ends = [
+            (end, stop)
+            for stop in stops
+            for end in range(max(before, free) + 1, len(text) + 1)
+            if text[:end].endswith(stop)
+        ]
+        if ends:
+            end, by = min(ends, key=lambda found: found[0])
+            return [*sent, text[given_out : end - len(by)]], by
+        held = max(
+            (n for stop in stops for n in range(len(stop)) if text.endswith(stop[:n])), default=0
+        )
+        sent.append(text[given_out : len(text) - held])
+        given_out = len(text) - held
+    return [*sent, text[given_out:]], None
+
+
+@given(
+    st.lists(st.text("ab", min_size=1, max_size=5), max_size=12),
+    st.lists(st.text("ab", min_size=1, max_size=6), max_size=4),
+    st.integers(0, 3),
+)
+def test_stop_strings_agree_with_their_definition(
+    pieces: list[str], stops: list[str], min_tokens: int
+) -> None:
+    answer = AnswerText(
+        lambda ids: "".join(pieces[token] for token in ids), stops, min_tokens=min_tokens
+    )
+    sent = []
+    for token in range(len(pieces)):
+        sent.append(answer.push(token))
+        if answer.stopped_by is not None:
+            break
+    else:
+        sent.append(answer.finish())
+    assert (sent, answer.stopped_by) == stopped_naively(pieces, stops, min_tokens)
+
+
+class CountedText(str):
+    """Counts the characters of it that are looked at, one by one or copied."""
+
+    looked_at = 0
+
+    def __getitem__(self, at: Any) -> str:
+        found = super().__getitem__(at)
+        CountedText.looked_at += len(found)
+        return found
+
+
+@pytest.mark.parametrize("characters_per_token", [1, 128])
+def test_the_work_of_stop_strings_is_linear_in_the_text(characters_per_token: int) -> None:
+    """Stop strings that nearly match everywhere."""
+    CountedText.looked_at = 0
+    stops = [CountedText("a" * n + "b") for n in range(1000, 1016)]
+    piece = "a" * characters_per_token
+    answer = AnswerText(lambda ids: piece * len(ids), stops)
+    tokens = 4096 // characters_per_token
+    text = "".join(answer.push(0) for _ in range(tokens))
+    # The last characters may be the beginning of the longest stop string.
+    assert len(text) == tokens * characters_per_token - 1015 and not answer.stopped_by
+    assert CountedText.looked_at <= 6 * len(stops) * 4096
+
+
 @pytest.mark.parametrize("end", ["", "x"])
 def test_the_beginning_of_a_stop_string_is_held_until_it_is_known(end: str) -> None:
     answer = AnswerText(decode, ["\n\nUser:"])

@@ -11,11 +11,15 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
+from prfaas.errors import InputError
+
 # Of one request. vLLM has no limit of prompts, and one of 16,384 choices.
 MAX_CHOICES = 64  # `n`: continuations of each prompt
 MAX_PROMPTS = 256
 MAX_TOTAL_CHOICES = 512  # continuations of all prompts
-
+# Every generated character is compared with each of them. vLLM has no limits.
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 1_024
 
 # A gateway names the tenant of a request to its nodes with it, by an opaque tag: nodes divide what
 # they share between tenants. Clients' own headers of this name are not passed on.
@@ -59,3 +63,23 @@ class Error(msgspec.Struct, frozen=True):
 
 class ErrorBody(msgspec.Struct, frozen=True):
     error: Error
+
+
+def check_stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    """The stop strings that the field `stop` has. Raises InputError for those that no engine of a
+    deployment gets."""
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(stops) > MAX_STOPS or not all(stops):
+        raise InputError(
+            f"{len(stops)} stop strings",
+            where="stop",
+            fix=f"send at most {MAX_STOPS}, none of them empty",
+        )
+    longest = max(map(len, stops), default=0)
+    if longest > MAX_STOP_CHARACTERS:
+        raise InputError(
+            f"a stop string has {longest} characters",
+            where="stop",
+            fix=f"send at most {MAX_STOP_CHARACTERS} in each",
+        )
+    return stops

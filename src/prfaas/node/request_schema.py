@@ -21,6 +21,7 @@ from prfaas.contracts.openai import (
     MAX_PROMPTS,
     MAX_TOTAL_CHOICES,
     StreamOptions,
+    check_stops,
 )
 from prfaas.engine.api import MAX_BAD_WORDS, MAX_BIASES, MAX_LOGPROBS, Grammar, Sampling
 from prfaas.errors import InputError
@@ -35,7 +36,6 @@ from prfaas.node.structured.tool_choice import ToolChoice
 from prfaas.text import Chat, is_multimodal
 
 DEFAULT_MAX_TOKENS = 16
-MAX_STOPS = 16
 MAX_IDS = 1 << 20  # in a list of token ids that is not a prompt; vocabularies are smaller
 MAX_WORD = 10_000  # characters
 T = TypeVar("T")
@@ -99,8 +99,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return tuple(stops)
+        return check_stops(self.stop)
 
     @property
     def continuations(self) -> int:
@@ -239,7 +238,7 @@ def parse_completion(body: bytes) -> TextCompletion:
     else:
         asked = _decoded(_COMPLETION, body)
         prompts = _prompts(asked.prompt)
-    _check_stops(asked)
+    check_stops(asked.stop)
     _check_choices(asked, len(prompts))
     return TextCompletion(asked, prompts)
 
@@ -337,7 +336,7 @@ def parse_chat(body: bytes) -> ChatCompletion:
     """Parses and checks a chat request. InputError names the field."""
     _check_fields(_fields(body), _OF_CHATS, FIXED_IN_CHAT)
     request = ChatCompletion(_decoded(_CHAT_OPTIONS, body), _chat(body))
-    _check_stops(request.asked)
+    check_stops(request.asked.stop)
     _check_choices(request.asked, 1)
     if request.asked.top_logprobs and not request.asked.logprobs:
         raise InputError(
@@ -420,12 +419,3 @@ def _decoded(decoder: msgspec.json.Decoder[T], data: bytes, at: str = "") -> T:
         raise InputError(f"the body is not UTF-8: {error.reason}", where=at or None) from None
     except RecursionError:
         raise InputError("the body is nested too deeply", where=at or None) from None
-
-
-def _check_stops(request: GenerationRequest) -> None:
-    if len(request.stops) > MAX_STOPS or not all(request.stops):
-        raise InputError(
-            f"{len(request.stops)} stop strings",
-            where="stop",
-            fix=f"send at most {MAX_STOPS}, none of them empty",
-        )

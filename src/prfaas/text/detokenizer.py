@@ -65,7 +65,7 @@ class AnswerText:
         tokens is text like any other."""
         assert decode is not None or not stops
         self._detokenizer = Detokenizer(decode) if decode is not None else None
-        self._stops = tuple(stops)
+        self._stops = tuple(map(_StopString, stops))
         self._include_stop = include_stop
         self._free_tokens = min_tokens
         self._held = ""  # may be the beginning of a stop string
@@ -75,28 +75,70 @@ class AnswerText:
         if self._detokenizer is None or self.stopped_by is not None:
             return ""
         may_stop, self._free_tokens = self._free_tokens <= 0, self._free_tokens - 1
-        return self._released(self._held + self._detokenizer.push(token), may_stop)
+        return self._released(self._detokenizer.push(token), may_stop)
 
     def finish(self) -> str:
         if self._detokenizer is None or self.stopped_by is not None:
             return ""
-        text = self._released(self._held + self._detokenizer.finish(), self._free_tokens < 0)
+        text = self._released(self._detokenizer.finish(), self._free_tokens < 0)
         rest, self._held = self._held, ""
         return text + rest
 
-    def _released(self, text: str, may_stop: bool) -> str:
-        ends = [(text.index(stop) + len(stop), stop) for stop in self._stops if stop in text]
-        if ends and may_stop:
-            # The one that is complete first; of several, the first one of the request.
-            end, self.stopped_by = min(ends, key=lambda found: found[0])
-            self._held = ""
-            return text[: end if self._include_stop else end - len(self.stopped_by)]
-        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+    def _released(self, piece: str, may_stop: bool) -> str:
+        text = self._held + piece
+        first: int | None = None  # where a stop string is complete, in the piece
+        for stop in self._stops:
+            # The one that is complete first ends the text; of several, the first of the request.
+            end = stop.read(piece if first is None else piece[: first - 1])
+            if end is not None and may_stop:
+                first, self.stopped_by = end, stop.text
+        if first is not None and self.stopped_by is not None:
+            keep = 0 if self._include_stop else len(self.stopped_by)
+            text, self._held = text[: len(self._held) + first], ""
+            return text[: len(text) - keep]
+        keep = max((stop.matched for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
 
-def _overlap(text: str, stop: str) -> int:
-    """How many of the last characters of `text` could be the beginning of `stop`."""
-    longest = min(len(text), len(stop) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+class _StopString:
+    """Reads a text piece by piece, each character once, and knows how much of the stop string the
+    text ends with: the algorithm of Knuth, Morris and Pratt. Its table grows with the matches, so
+    that a long stop string costs nothing before the text has its beginning."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.matched = 0  # last characters of what was read that begin the stop string
+        # For each beginning of the stop string, the longest shorter beginning that it ends with.
+        self._shorter = [0]
+
+    def read(self, piece: str) -> int | None:
+        """Where in the piece the stop string is complete for the first time."""
+        found: int | None = None
+        at = 0
+        while at < len(piece):
+            if not self.matched:
+                at = piece.find(self.text[0], at)
+                if at < 0:
+                    break
+            at += 1
+            if self._is_complete_with(piece[at - 1]) and found is None:
+                found = at
+        return found
+
+    def _is_complete_with(self, character: str) -> bool:
+        self.matched = self._extended(self.matched, character)
+        if self.matched < len(self.text):
+            if self.matched > len(self._shorter):
+                self._shorter.append(self._extended(self._shorter[-1], character))
+            return False
+        self.matched = self._extended(self._shorter[-1], character) if self.matched > 1 else 0
+        return True
+
+    def _extended(self, matched: int, character: str) -> int:
+        """How much is matched with one character more."""
+        while self.text[matched] != character:
+            if not matched:
+                return 0
+            matched = self._shorter[matched - 1]
+        return matched + 1

@@ -14,7 +14,13 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 import msgspec
 import numpy as np
 
-from prfaas.contracts.openai import MAX_CHOICES, MAX_PROMPTS, MAX_TOTAL_CHOICES, StreamOptions
+from prfaas.contracts.openai import (
+    MAX_CHOICES,
+    MAX_PROMPTS,
+    MAX_TOTAL_CHOICES,
+    StreamOptions,
+    check_stops,
+)
 from prfaas.contracts.openai_fields import REFUSED_BY_GATEWAY
 from prfaas.errors import InputError, RequestError
 from prfaas.gateway.client.request_body import JsonParts
@@ -171,6 +177,7 @@ def check_values(body: Body, max_tokens: int) -> None:
 def _completion(raw: dict[str, msgspec.Raw], body: Body) -> ParsedRequest:
     fields = _checked_fields(raw, ("prompt",))
     options = _parsed(_COMPLETION, msgspec.json.encode(fields))
+    check_stops(options.stop)
     prompts = _prompts(raw.get("prompt"), body)
     if len(prompts) * (options.n or 1) > MAX_TOTAL_CHOICES:
         raise InputError(
@@ -193,6 +200,7 @@ def _completion(raw: dict[str, msgspec.Raw], body: Body) -> ParsedRequest:
 def _chat(raw: dict[str, msgspec.Raw], body: Body) -> ParsedRequest:
     fields = _checked_fields(raw, _CONVERSATION)
     options = _parsed(_CHAT_OPTIONS, msgspec.json.encode(fields))
+    check_stops(options.stop)
     forwarded = _engine_fields(fields, options)
     for name in _CONVERSATION:
         if name in raw:
