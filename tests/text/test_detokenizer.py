@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -28,6 +29,43 @@ def test_a_character_is_given_out_when_its_last_byte_is_there() -> None:
     detokenizer = Detokenizer(decode)
     ids = TOKENIZER.encode("né").ids
     assert [detokenizer.push(token) for token in ids] == ["n", "", "é"]
+
+
+HALVES = st.sampled_from(["80", "c3", "a9", "e2", "82", "ac", "f0", "9f", "98", "2e"])
+
+
+@given(st.lists(HALVES, max_size=60))
+def test_halves_of_characters_are_what_they_are_in_the_whole(given: list[str]) -> None:
+    raw = bytes.fromhex("".join(given))
+    detokenizer = Detokenizer(lambda ids: bytes(ids).decode(errors="replace"))
+    text = "".join(detokenizer.push(byte) for byte in raw) + detokenizer.finish()
+    assert text == raw.decode(errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("half", "shown"),
+    [(b"\x80", "\ufffd"), (b"\xf0", "\ufffd"), (b"\xf0\x90\x80", "\ufffd"), (b"", "")],
+)
+def test_endless_halves_of_characters_are_given_out_at_a_constant_cost(
+    half: bytes, shown: str
+) -> None:
+    """So are endless tokens without a text, such as special ones."""
+    longest = decodings = 0
+    tokens = {0: b"a", 1: half, 2: "\N{SLICE OF PIZZA}".encode()}
+
+    def decode_bytes(ids: Sequence[int]) -> str:
+        nonlocal longest, decodings
+        longest, decodings = max(longest, len(ids)), decodings + 1
+        return b"".join(tokens[token] for token in ids).decode(errors="replace")
+
+    detokenizer = Detokenizer(decode_bytes)
+    text = detokenizer.push(0)
+    for count in range(1, 5001):
+        text += detokenizer.push(1)
+        assert len(text) >= 1 + len(shown) * (count - 5)
+    text += detokenizer.push(2) + detokenizer.finish()
+    assert text == "a" + 5000 * shown + "\N{SLICE OF PIZZA}"
+    assert longest <= 10 and decodings <= 3 * 5002
 
 
 def test_a_decoder_with_leading_spaces_keeps_them_between_pieces() -> None:

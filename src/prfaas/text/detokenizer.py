@@ -12,6 +12,9 @@ from typing import TypeAlias
 Decode: TypeAlias = Callable[[Sequence[int]], str]
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for part of a character
+# A character has at most four bytes, and a token that adds to the text has at least one.
+_UNFINISHED_BYTES = 3
+_HELD_TOKENS = 4
 
 
 class Detokenizer:
@@ -21,32 +24,59 @@ class Detokenizer:
                                          ^ given
 
     Decoders may treat a first token specially (a leading space), so every piece is decoded
-    together with the piece before it, whose text is then cut off.
+    together with the piece before it, whose text is then cut off. Both are short, whatever the
+    tokens are: what several tokens leave unfinished is not a character, except for its end.
     """
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
         self._ids: list[int] = []
         self._given = 0
+        self._text = ""  # of these ids
+        self._known = 0  # its first characters, which have been given out
 
     def push(self, token: int) -> str:
+        text = self._decode([*self._ids, token])
+        if self._ids and text == self._text and not self._decode([token]):
+            return ""  # a token without text, such as a special one: no piece needs it
         self._ids.append(token)
-        text, known = self._pending()
-        if len(text) <= known or text.endswith(UNFINISHED):
-            return ""
-        # Keep only the ids that the next piece needs: a long answer costs no more per token.
-        self._ids = self._ids[self._given :]
-        self._given = len(self._ids)
-        return text[known:]
+        self._text = text
+        if len(text) > self._known and not text.endswith(UNFINISHED):
+            return self._give_all(self._ids[self._given :])
+        if len(self._ids) - self._given > _HELD_TOKENS:
+            return self._give_decided()
+        return ""
 
     def finish(self) -> str:
         """The rest of the text. An unfinished character stays a replacement character."""
-        text, known = self._pending()
-        return text[known:]
+        return self._text[self._known :]
 
-    def _pending(self) -> tuple[str, int]:
-        known = len(self._decode(self._ids[: self._given]))
-        return self._decode(self._ids), known
+    def _give_all(self, kept: list[int]) -> str:
+        """`kept`: only the ids that the next piece needs, so that a long answer costs no more per
+        token."""
+        piece = self._text[self._known :]
+        self._ids, self._given = kept, len(kept)
+        self._text = self._decode(kept)
+        self._known = len(self._text)
+        return piece
+
+    def _give_decided(self) -> str:
+        """All but the replacement characters that may be the beginning of one character."""
+        kept = self._ids[: self._given] + self._ids[-_UNFINISHED_BYTES:]
+        text = self._decode(kept)
+        new = len(self._text) - self._known
+        undecided = min(_UNFINISHED_BYTES, new, _unfinished(self._text), _unfinished(text))
+        if undecided <= 0:
+            return self._give_all(kept)
+        piece = self._text[self._known : len(self._text) - undecided]
+        self._ids, self._text = kept, text
+        self._known = len(text) - undecided
+        return piece
+
+
+def _unfinished(text: str) -> int:
+    """Replacement characters at its end."""
+    return len(text) - len(text.rstrip(UNFINISHED))
 
 
 class AnswerText:
