@@ -14,7 +14,17 @@ SOURCE = Path(__file__).parent.parent / "src" / "prfaas"
 # Rows from the bottom. A part may import parts of lower rows, and of its own row where listed.
 ROWS = [
     {
-        *("errors", "clock", "lateness", "schema", "types", "contracts", "kvspec", "config"),
+        *(
+            "errors",
+            "clock",
+            "interpreter",
+            "lateness",
+            "schema",
+            "types",
+            "contracts",
+            "kvspec",
+            "config",
+        ),
         *("catalog", "text", "listening", "supervision", "service", "tracing"),
     },
     {"estimator", "planner", "advisor", "scheduler", "cache", "security", "device"},
@@ -57,6 +67,7 @@ WITHIN_ROW = {
     ("listening", "config"),  # addresses
     ("tracing", "clock"),
     ("tracing", "errors"),
+    ("tracing", "interpreter"),
     ("contracts", "tracing"),  # spans
 }
 # Library -> the only parts that may import it.
@@ -149,3 +160,25 @@ def test_parts_have_no_cycle() -> None:
 def test_every_part_has_a_row() -> None:
     for path in FILES:
         level(part_of(path))
+
+
+def _words(node: ast.AST) -> list[ast.expr]:
+    if isinstance(node, ast.List | ast.Tuple):
+        return node.elts
+    return node.args if isinstance(node, ast.Call) else []
+
+
+def test_no_interpreter_searches_the_current_folder() -> None:
+    """Without -P, `python -m` and `python -c` run modules of the folder that they start in, which
+    may be a checkpoint's. A shell has no such option."""
+    wrong = [
+        f"{path.relative_to(SOURCE)}:{after.lineno}"
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for words in [_words(node)]
+        for before, after in zip(words, words[1:], strict=False)
+        if isinstance(after, ast.Constant)
+        and after.value in ("-m", "-c")
+        and not (isinstance(before, ast.Constant) and before.value in ("-P", "sh"))
+    ]
+    assert not wrong, f"use `interpreter.module_command`: {wrong}"

@@ -21,6 +21,8 @@ from contextlib import contextmanager
 from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 
+from prfaas.interpreter import module_command
+
 _LOG = logging.getLogger(__name__)
 # In the order of the imports. Each of them takes a tenth of a second or more without bytecode.
 LIBRARIES = ("torch", "sympy", "mpmath", "triton", "transformers", "fla")
@@ -69,7 +71,7 @@ def _compiling_ahead(folders: Sequence[str]) -> Iterator[None]:
         return
     environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(sys.pycache_prefix)}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    command = [sys.executable, "-m", "compileall", "-qq", "-j", str(processes), "-x", _LEFT_OUT]
+    command = module_command("compileall", "-qq", "-j", str(processes), "-x", _LEFT_OUT)
     try:
         compiling = subprocess.Popen(
             [*command, *folders],

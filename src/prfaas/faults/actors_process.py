@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from prfaas.errors import PeerError
 from prfaas.faults.actors.situation import ActorName, ActorsReport, KvdPlace, Situation
 from prfaas.faults.credentials import HOSTILE_TENANT
 from prfaas.faults.deployment import FaultDeployment
+from prfaas.interpreter import module_command
 from prfaas.launch.attached_process import PROGRAM
 from prfaas.launch.children import Child, Children, Command
 from prfaas.launch.services.hosts import list_hosts
@@ -58,7 +58,7 @@ async def running_actors(
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # it holds keys
     with os.fdopen(descriptor, "wb") as opened:
         opened.write(msgspec.json.encode(situation))
-    arguments = [PROGRAM, sys.executable, "-m", "prfaas.faults.actors", str(file)]
+    arguments = [PROGRAM, *module_command("prfaas.faults.actors", str(file))]
     # Not one of the deployment's children: their sockets and memory are measured.
     async with Children(folder, prefix) as children:
         child = await children.start(Command(NAME, arguments, _is_ready))

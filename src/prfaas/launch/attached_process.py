@@ -15,6 +15,7 @@ from pathlib import Path
 
 from prfaas.contracts.readiness import KvdReady, parse_readiness
 from prfaas.errors import InputError
+from prfaas.interpreter import module_command
 from prfaas.node.process import KvdAddress
 
 END_S = 10.0  # for a kvd to close, after it has drained
@@ -28,7 +29,7 @@ _UNINTERRUPTED = "--uninterrupted"  # before a command that Ctrl-C must not reac
 def attached_prefix() -> list[str]:
     """The start of a command line. The arguments of a `prfaas` command follow it, or `PROGRAM` and
     another command line."""
-    return [sys.executable, "-m", __name__, str(os.getpid())]
+    return module_command(__name__, str(os.getpid()))
 
 
 @contextmanager

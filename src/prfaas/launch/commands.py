@@ -86,7 +86,7 @@ def engine_command(
 
 def _vllm_command(host: Host, engines: EngineSpec, place: HostPlace) -> Command[NodeReady]:
     url = f"http://127.0.0.1:{place.node_port}"
-    arguments = [PROGRAM, str(engines.python), "-m", "vllm.entrypoints.openai.api_server"]
+    arguments = [PROGRAM, str(engines.python), "-P", "-m", "vllm.entrypoints.openai.api_server"]
     service = engine_service(host, engines, msgspec.structs.replace(place, node_url=url))
     _, model, *options = service.words  # the module takes the model as an option
     arguments += ["--model", model, *options]

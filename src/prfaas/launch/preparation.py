@@ -10,7 +10,6 @@ import fcntl
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -36,6 +35,7 @@ from prfaas.config.tls import PATHS as TLS_PATHS
 from prfaas.engine.checkpoint.architectures import DEFAULT_ARCH
 from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import InputError
+from prfaas.interpreter import module_command
 from prfaas.launch.attached_process import attached_prefix
 from prfaas.launch.children import ChildDied
 from prfaas.launch.commands import ENGINE_ENVIRONMENT, VLLM_MAX_TOKENS
@@ -373,7 +373,7 @@ def _prfaas(*arguments: str) -> None:
     """Runs a `prfaas` command in another process, so that this one does not import torch. It gets
     as many threads as the engines, so that its profile is theirs."""
     done = subprocess.run(
-        [sys.executable, "-m", "prfaas", *arguments],
+        module_command("prfaas", *arguments),
         env={**os.environ, **ENGINE_ENVIRONMENT},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,  # shown only after a failure

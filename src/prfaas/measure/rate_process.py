@@ -25,6 +25,7 @@ import msgspec
 
 from prfaas.clock import MonotonicClock
 from prfaas.errors import PeerError
+from prfaas.interpreter import module_command
 from prfaas.measure.path_probe import Allowance, Delivery, Frames, Probe
 from prfaas.security.tls import client_context, server_context
 from prfaas.transport.listener import Listener, ListenerOptions
@@ -112,7 +113,7 @@ class RateProcess:
         try:
             self._errors = tempfile.TemporaryFile()
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__],
+                module_command(__name__),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,

@@ -22,12 +22,12 @@ import itertools
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import IO
 
+from prfaas.interpreter import module_command
 from prfaas.testing.netns import (
     COMMAND_TIMEOUT_S,
     NetworkError,
@@ -176,12 +176,10 @@ class LossyNet:
 
     def _start_forwarder(self) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
+            module_command(
                 "prfaas.testing.lossy_forwarder",
                 *(self._edge, "far0", self.far, "wan0", str(self._rtt_s / 2)),
-            ],
+            ),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -165,7 +165,7 @@ def start_vllm(
     """Starts a server; `await_health` waits until it serves. `python` is the interpreter of vLLM's
     environment. `launcher` is a command that runs the command line after it."""
     port = _free_port()
-    command = [*launcher, str(python), "-m", "vllm.entrypoints.openai.api_server"]
+    command = [*launcher, str(python), "-P", "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(model), "--served-model-name", "m"]
     command += ["--host", _HOST, "--port", str(port)]
     command += ["--enforce-eager", "--dtype", "float32", "--no-enable-log-requests"]

@@ -14,6 +14,8 @@ import subprocess
 import sys
 import threading
 
+from prfaas.interpreter import module_command
+
 # Shorter ones cannot have chains that are long enough: most requests need no trial.
 MIN_CHARACTERS = 2000
 TRIAL_S = 20.0
@@ -25,7 +27,7 @@ _MEMORY_BYTES = 2 << 30
 def passes(source: str) -> bool:
     """Whether the grammar compiles, or is refused, within the limits of time and memory. Takes as
     long as a Python process to start, and more for a large grammar."""
-    command = [sys.executable, "-m", "prfaas.engine.guided.trial"]
+    command = module_command("prfaas.engine.guided.trial")
     try:
         done = subprocess.run(
             command,

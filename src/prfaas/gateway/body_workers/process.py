@@ -24,6 +24,7 @@ from prfaas.gateway.body_workers.messages import (
     WorkerSettings,
     read_reply,
 )
+from prfaas.interpreter import module_command
 from prfaas.service.logging import configured_format
 
 _LOG = logging.getLogger(__name__)
@@ -203,7 +204,7 @@ def _spawn(descriptor: int) -> subprocess.Popen[bytes]:
     # The same modules as in this process, wherever it found them.
     path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", _PROGRAM, str(descriptor), configured_format()],
+        module_command(_PROGRAM, str(descriptor), configured_format()),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         pass_fds=[descriptor],

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import struct
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from typing import IO, Final, TypeVar
@@ -20,6 +19,7 @@ from typing import IO, Final, TypeVar
 import msgspec
 
 from prfaas.errors import InputError
+from prfaas.interpreter import module_command
 from prfaas.tracing.spans import Span
 
 MODULE: Final = "prfaas.tracing.otlp.sender"
@@ -81,7 +81,7 @@ class SenderProcess:
         """The process, and why it cannot work."""
         self._started_s = time.monotonic()
         process = subprocess.Popen(
-            [sys.executable, "-m", MODULE], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            module_command(MODULE), stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         return process, _exchange(process, self._about)
 

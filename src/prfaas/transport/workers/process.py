@@ -14,6 +14,7 @@ from contextlib import suppress
 import msgspec
 
 from prfaas.errors import ConnectionLost
+from prfaas.interpreter import module_command
 from prfaas.security.tls import TlsContents
 from prfaas.service.logging import configured_format
 from prfaas.transport.workers.messages import (
@@ -196,7 +197,7 @@ def _spawn(descriptor: int) -> subprocess.Popen[bytes]:
     # The same modules as in this process, wherever it found them.
     path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", _PROGRAM, str(descriptor), configured_format()],
+        module_command(_PROGRAM, str(descriptor), configured_format()),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         pass_fds=[descriptor],
