@@ -104,9 +104,9 @@ def gateway(
            -d '{"prompt": "Once upon a time", "max_tokens": 20}'
       curl localhost:8080/prfaas/v1/state
     """
+    limit_heap_growth(BODY_BYTES)
     configure_logging(log_level, log_format)
     defer_hangup()
-    limit_heap_growth(BODY_BYTES)
     stated = load_deployment(file, assignments)
     try:
         home = chosen_home(stated, cluster)

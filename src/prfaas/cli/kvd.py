@@ -120,8 +120,8 @@ def kvd(
         "kvd.otlp_endpoint": otlp_endpoint,
     }
     options = _options(load_host_config(config, assignments, flags).kvd)
-    configure_logging(log_level, log_format)
     limit_heap_growth()
+    configure_logging(log_level, log_format)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve_kvd(options, _announce))
 

@@ -161,9 +161,9 @@ def node(
         )
     if section.otlp_endpoint is not None:
         check_endpoint(section.otlp_endpoint)  # now, because loading a model takes minutes
+    limit_heap_growth()
     configure_logging(log_level, log_format)
     defer_hangup()  # loading a model takes minutes
-    limit_heap_growth()
     settings = NodeSettings(
         section.name or Path(section.model).resolve().name,
         section.host,

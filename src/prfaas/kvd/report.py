@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -29,6 +29,7 @@ from prfaas.kvd.transfers.incoming import IncomingTransfers
 from prfaas.kvd.transfers.links import Links
 from prfaas.kvd.transfers.outgoing import OutgoingTransfers
 from prfaas.lateness import LatenessMonitor
+from prfaas.service.exposition import render_metrics
 from prfaas.transport.listener import Listener
 from prfaas.transport.workers.pool import WorkerPool
 from prfaas.types import Form, LinkStats
@@ -121,7 +122,7 @@ class Reporter:
         )
 
     def metrics(self) -> bytes:
-        return generate_latest(self._registry)
+        return render_metrics(self._registry)
 
     def _engine_reports(self) -> Iterator[EngineReport]:
         """A process with two forms has a connection for each of them."""

@@ -5,16 +5,32 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import Metric
+from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from prfaas.service.logging import dropped_lines
 
 
 def render_metrics(registry: CollectorRegistry) -> bytes:
-    """Without the time at which each series began, which Python's library adds as one more series
-    and which Prometheus does not use: the page would be nearly twice as long."""
+    """With the metrics that every service has. Without the time at which each series began, which
+    Python's library adds as one more series and which Prometheus does not use: the page would be
+    nearly twice as long."""
     page = CollectorRegistry(auto_describe=False)
     page.register(_WithoutTimes(registry))
+    page.register(_Common())
     return generate_latest(page)
+
+
+class _Common(Collector):
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily(
+            "prfaas_log_dropped_lines",
+            "Lines of the log that were dropped, because standard error did not take them in time.",
+            dropped_lines(),
+        )
 
 
 class _WithoutTimes(Collector):

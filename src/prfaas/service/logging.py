@@ -7,17 +7,22 @@ module logs with `logging.getLogger(__name__)`, and adds fields for programs wit
     {"time":"2026-11-18T07:06:12.345Z","level":"info","logger":"prfaas.gateway.fleet.fleet",
      "message":"pd-0 of pd joined at http://10.0.0.1:7080","event":"member","node":"pd-0",...}
 
-Every line is bounded, whatever a peer or a client has sent.
+Every line is bounded, whatever a peer or a client has sent. No thread of the service waits until a
+line is written (`log_writer.py`).
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import time
+import traceback
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
 import msgspec
+
+from prfaas.service.log_writer import LogWriter
 
 LogFormat: TypeAlias = Literal["text", "json"]
 FORMATS: tuple[LogFormat, ...] = ("text", "json")
@@ -25,18 +30,78 @@ FORMATS: tuple[LogFormat, ...] = ("text", "json")
 _TEXT = "%(asctime)s %(name)s %(message)s"
 MOST_MESSAGE = 4_096  # characters of a message, which may be a traceback, or of a text field
 MOST_EXCEPTION = 16_384  # characters of a traceback, of which the end says most
+FLUSH_S = 2.0  # for the last lines of a process
 _FIELDS = "prfaas_fields"  # the attribute of a `LogRecord`
 _MESSAGE = "prfaas_message"
 _ENVELOPE = ("time", "level", "logger", "message", "exception")
 
 
 def configure_logging(level: str, log_format: LogFormat = "text") -> None:
-    """Logs messages of this level or above to standard error. An earlier configuration stays, as
-    with `logging.basicConfig`."""
-    logging.basicConfig(level=level.upper(), format=_TEXT)
-    if log_format == "json":
-        for handler in logging.getLogger().handlers:
+    """Logs messages of this level or above to standard error, and warnings of Python. An earlier
+    configuration stays, as with `logging.basicConfig`. Call it after `limit_heap_growth`, because
+    it starts a thread."""
+    root = logging.getLogger()
+    if not root.handlers:
+        # A process that was started without standard error may have a socket in its place.
+        root.addHandler(QueueingHandler(2) if sys.stderr else logging.NullHandler())
+        root.setLevel(level.upper())
+        logging.captureWarnings(True)
+    for handler in root.handlers:
+        if log_format == "json":
             handler.setFormatter(JsonFormatter())
+        elif isinstance(handler, QueueingHandler):
+            handler.setFormatter(logging.Formatter(_TEXT))
+
+
+class QueueingHandler(logging.Handler):
+    """Formats a record where it was logged, and leaves the line to a `LogWriter`."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self._writer = LogWriter(descriptor, self._describe_loss)
+
+    @property
+    def dropped(self) -> int:
+        return self._writer.dropped
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self.format(record)
+        except Exception:
+            # `Handler.handleError` would write to standard error, and wait for it.
+            line = f"a line of {record.name} could not be formatted: {traceback.format_exc()}"
+        self._writer.write(_encoded(line))
+
+    def flush(self) -> None:
+        """`logging` calls this at the end of the process."""
+        self._writer.flush(FLUSH_S)
+
+    def _describe_loss(self, lines: int) -> bytes:
+        logger = logging.getLogger(__name__)
+        record = logger.makeRecord(
+            *(logger.name, logging.WARNING, "", 0, _LOSS, (lines,), None),
+            extra=with_fields(event="log", dropped=lines),
+        )
+        return _encoded(self.format(record))
+
+
+_LOSS = "%d lines of this log are missing here: standard error did not take them in time"
+
+
+def _encoded(line: str) -> bytes:
+    return f"{line}\n".encode("utf-8", "backslashreplace")
+
+
+def flush_log() -> None:
+    """Waits until the log is written, within a bound: for a process that ends by `os._exit`."""
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+
+
+def dropped_lines() -> int:
+    """How many lines of this process's log were not written."""
+    handlers = logging.getLogger().handlers
+    return sum(one.dropped for one in handlers if isinstance(one, QueueingHandler))
 
 
 def configured_format() -> LogFormat:

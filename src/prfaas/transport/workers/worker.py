@@ -26,7 +26,7 @@ from prfaas.errors import PrfaasError, WireError
 from prfaas.security.tls import client_context, server_context
 from prfaas.service.allocator import limit_heap_growth
 from prfaas.service.descriptors import raise_descriptor_limit
-from prfaas.service.logging import LogFormat, as_format, configure_logging
+from prfaas.service.logging import LogFormat, as_format, configure_logging, flush_log
 from prfaas.transport.workers.connection import serve_connection
 from prfaas.transport.workers.messages import (
     PACKET_BYTES,
@@ -161,14 +161,15 @@ def main(descriptor: int, log_format: LogFormat) -> None:
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file would have KV and keys in it
+    limit_heap_growth()
     configure_logging("warning", log_format)
     raise_descriptor_limit()
-    limit_heap_growth()
     with socket.socket(fileno=descriptor) as connection:
         try:
             Worker().run(connection)
         except (msgspec.MsgspecError, OSError, ValueError) as error:
             _LOG.error("a worker ends: %s", error)
+    flush_log()
     # Threads of connections may be in the middle of a frame. Nobody waits for that any more.
     os._exit(0)
 
