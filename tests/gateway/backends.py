@@ -15,7 +15,7 @@ from typing import Any
 
 from prfaas.clock import MonotonicClock
 from prfaas.config import Deployment, parse_deployment
-from prfaas.gateway.backend import BackendOptions, GatewayBackend, running
+from prfaas.gateway.backend import GatewayBackend, running
 from prfaas.gateway.client.token_ids import TokenIds
 from prfaas.gateway.request import GatewayRequest, RequestTrace
 from prfaas.planner.problem import Problem
@@ -95,12 +95,10 @@ def node(host: Host) -> dict[str, str]:
 
 
 @asynccontextmanager
-async def serving(
-    made: Deployment, *, record: Path | None = None, nodes: int | None = None
-) -> AsyncIterator[GatewayBackend]:
+async def serving(made: Deployment, *, nodes: int | None = None) -> AsyncIterator[GatewayBackend]:
     """A backend whose nodes are all in use."""
     wanted = sum(len(cluster.nodes) for cluster in made.clusters) if nodes is None else nodes
-    async with running(made, problem(made), BackendOptions(record=record)) as backend:
+    async with running(made, problem(made)) as backend:
         await until(lambda: len(in_use(backend)) == wanted)
         yield backend
 

@@ -7,6 +7,7 @@ state has another size (`node.emulated.byte_scale`), which its revision names.
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 import urllib.error
@@ -76,6 +77,7 @@ class Watch:
     answered: int = 0
     problems: list[str] = field(default_factory=list)
     polls: list[Seen] = field(default_factory=list)
+    times: dict[str, tuple[float, float]] = field(default_factory=dict)  # of requests, by id
     _over: threading.Event = field(default_factory=threading.Event)
 
     @contextmanager
@@ -110,13 +112,15 @@ class Watch:
             tokens, length = ASKED[client % len(ASKED)]
             question = (tokens, number % PROMPTS, length)
             number += 1
+            name, begun_s = f"client{client}-{number}", time.monotonic()
             try:
-                found = streamed_tokens(self.url, prompt(*question[:2]), length)
+                found = streamed_tokens(self.url, name, prompt(*question[:2]), length)
             except (OSError, AssertionError) as error:
                 found = []
                 self.problems.append(f"{question}: {describe(error)}")
             if found and found != self.expected[question]:
                 self.problems.append(f"{question}: {len(found)} tokens, and not the right ones")
+            self.times[name] = (begun_s, time.monotonic())
             self.answered += 1
             self._over.wait(0.05)  # the processes under test have two cores
 
@@ -133,11 +137,12 @@ class Watch:
                 )
             )
 
-    def revision(self, node: str, at_s: float) -> str | None:
-        """What the node had at this time; None where it was restarting or has just restarted."""
-        before = [seen for seen in self.polls if seen.at_s <= at_s][-1:]
-        after = [seen for seen in self.polls if seen.at_s > at_s][:1]
-        found = {seen.revisions.get(node) for seen in before + after}
+    def revision(self, node: str, begun_s: float, ended_s: float) -> str | None:
+        """What the node had for all of this time; None where it has restarted."""
+        before = [seen for seen in self.polls if seen.at_s <= begun_s][-1:]
+        during = [seen for seen in self.polls if begun_s < seen.at_s <= ended_s]
+        after = [seen for seen in self.polls if seen.at_s > ended_s][:1]
+        found = {seen.revisions.get(node) for seen in before + during + after}
         return found.pop() if len(found) == 1 else None
 
 
@@ -148,12 +153,11 @@ def describe(error: Exception) -> str:
     return repr(error)
 
 
-def streamed_tokens(url: str, ids: list[int], max_tokens: int) -> list[int]:
+def streamed_tokens(url: str, name: str, ids: list[int], max_tokens: int) -> list[int]:
     body = {"model": MODEL, "prompt": ids, "max_tokens": max_tokens, "temperature": 0.0}
     body |= {"ignore_eos": True, "return_token_ids": True, "stream": True}
-    request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+    headers = {"Content-Type": "application/json", "X-Request-Id": name}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=PATIENCE_S) as stream:
         lines = stream.read().splitlines()
     events = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
@@ -203,8 +207,8 @@ def expected(hosts: list[UpgradableHost]) -> Expected:
 
 
 @contextmanager
-def gateway(folder: Path, hosts: Sequence[Host], homes: int) -> Iterator[str]:
-    """The URL of a gateway over these hosts, those of the PD cluster first."""
+def gateway(folder: Path, hosts: Sequence[Host], homes: int) -> Iterator[tuple[Process, str]]:
+    """A gateway over these hosts, those of the PD cluster first, and its URL."""
     nodes = [{"url": host.url, "kvd_url": host.kvd_url} for host in hosts]
     made = deployment(nodes[:homes], nodes[homes:] or nodes)
     if homes == len(hosts):
@@ -212,12 +216,9 @@ def gateway(folder: Path, hosts: Sequence[Host], homes: int) -> Iterator[str]:
         made = msgspec.structs.replace(made, clusters=clusters, links=[])
     raw = msgspec.to_builtins(made)
     raw["gateway"] = {"port": 0}
-    process = Process(
-        *("gateway", str(written(raw, folder / "deployment.toml"))),
-        *("--record", str(folder / "decisions")),
-    )
+    process = Process("gateway", str(written(raw, folder / "deployment.toml")))
     try:
-        yield process.ready(GatewayReady).http
+        yield process, process.ready(GatewayReady).http
     finally:
         assert process.stop() == 0
     assert "incompatible" not in process.output
@@ -243,7 +244,7 @@ def test_a_rolling_upgrade_of_five_nodes_fails_no_request(
     old: str,
     new: str,
 ) -> None:
-    with gateway(tmp_path, hosts, homes) as url:
+    with gateway(tmp_path, hosts, homes) as (process, url):
         wait_until(lambda: len(in_use(url, old)) == len(hosts), within_s=START_S)
         before = state(url)
         watch = Watch(url, expected)
@@ -260,19 +261,19 @@ def test_a_rolling_upgrade_of_five_nodes_fails_no_request(
     assert max(seen.sets for seen in watch.polls) == 2 and watch.polls[-1].sets == 1
     assert roles(after) == roles(before) and after["conversions"] == []
     assert after["retries"]["denied"] == 0
-    assert handed_off(tmp_path / "decisions", watch) == {revision(old), revision(new)}
+    assert handed_off(process.output, watch) == {revision(old), revision(new)}
 
 
-def handed_off(decisions: Path, watch: Watch) -> set[str]:
+def handed_off(log: str, watch: Watch) -> set[str]:
     """The revisions of the hand-offs, each of which was between nodes of the same one."""
     found: set[str] = set()
-    for line in decisions.read_bytes().splitlines():
-        decision = json.loads(line)
-        route = decision["route"]
-        if route is None or route[1] == route[2]:
+    for line in re.findall(r"(?m)prfaas\.gateway\.requests (\{.*)$", log):
+        request = json.loads(line)
+        nodes = {request.get("prefill"), request.get("decode")} - {None, ""}
+        if len(nodes) < 2 or request["id"] not in watch.times:
             continue
-        both = [watch.revision(node, decision["now_s"]) for node in route[1:3]]
+        both = [watch.revision(node, *watch.times[request["id"]]) for node in nodes]
         known = {one for one in both if one is not None}
-        assert len(known) <= 1, (route, known)
+        assert len(known) <= 1, (request, known)
         found |= known
     return found

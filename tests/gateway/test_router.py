@@ -1,31 +1,22 @@
 from __future__ import annotations
 
 import asyncio
-import io
-import json
 
-import msgspec
 import pytest
 
 from prfaas.config.gateway import GatewaySection, GatewayTimeouts
 from prfaas.errors import RequestError
-from prfaas.gateway.decision_log import DecisionLog, replay
-from prfaas.gateway.router import Router
-from prfaas.scheduler.request import Route
 from prfaas.scheduler.waiting import Hold
 from prfaas.testing.clock import FakeClock
-from prfaas.types import NodeId
 from tests.gateway.backends import until
 from tests.gateway.fleets import (
     LONG,
-    PD,
     SHORT,
     A,
     B,
     C,
     F,
     fleet_and_router,
-    member_of,
     place,
     placement,
 )
@@ -36,39 +27,6 @@ async def test_routes_as_the_scheduler_decides() -> None:
     _, router = fleet_and_router(clock)
     assert await place(router, placement(LONG, clock)) == (F, B)
     assert await place(router, placement(SHORT, clock)) == (A, C), "b has one already"
-
-
-async def test_recorded_decisions_know_what_could_be_copied() -> None:
-    """`a` prefills and is busy, and its engine's own cache has more than its pool. Lines of earlier
-    versions do not tell the two apart: all of it could be copied."""
-    clock, file = FakeClock(), io.BytesIO()
-    fleet, router = fleet_and_router(clock)
-    recorded = Router(fleet, router.rules, clock, DecisionLog(file))
-    plan = router.plans[PD]
-    recorded.follow({PD: plan})
-    wanted = placement(SHORT, clock)
-    chain = wanted.prompt.at(64)
-    for name, blocks in ((A, 3), (NodeId("engine"), 6)):
-        assert fleet.prefixes.add(member_of(fleet, A), name)
-        held = {"full": chain[:blocks], "state": chain[blocks - 1 : blocks]}
-        assert fleet.manager.snapshot(name, held, 0)
-    assert (await recorded.place(wanted, 1.0)).route.cached_tokens == 6 * 64
-    line = json.loads(file.getvalue())
-    assert line["cached"][A]["pool_tokens"] == 3 * 64
-    costs = fleet.pace.costs[PD]
-    ((decision, again),) = replay([msgspec.json.encode(line)], costs, plan)
-    assert again == decision.taken
-    line["clusters"][0][1][0][3] = clock.now() + 60.0  # a is busy
-    line["clusters"][0][1][1][1] = "prefill"
-    copied = {}
-    for version in ("now", "earlier"):
-        if version == "earlier":
-            for found in line["cached"].values():
-                del found["pool_tokens"], found["remote_pool_tokens"]
-        ((_, again),) = replay([msgspec.json.encode(line)], costs, plan)
-        assert isinstance(again, Route)
-        copied[version] = [(copy.source, copy.tokens) for copy in again.copies]
-    assert copied == {"now": [(A, 3 * 64)], "earlier": [(A, 6 * 64)]}
 
 
 async def test_a_prompt_of_one_token_has_nothing_to_hand_off() -> None:

@@ -54,11 +54,6 @@ _POLICIES = ("paper", "adaptive", "local", "remote")
 @click.option("--advise", is_flag=True, help="Show plans, but keep threshold and roles.")
 @click.option("--console", is_flag=True, help="Serve the console, a page for browsers, at /.")
 @security_options
-@click.option(
-    "--record",
-    type=click.Path(path_type=Path),
-    help="Write each routing decision to this file as one line of JSON.",
-)
 @otlp_endpoint_option
 @log_level_option
 @log_format_option
@@ -77,7 +72,6 @@ def gateway(
     tls_cert: str | None,
     tls_key: str | None,
     insecure: bool | None,
-    record: Path | None,
     otlp_endpoint: str | None,
     log_level: str,
     log_format: LogFormat,
@@ -119,7 +113,7 @@ def gateway(
         member_key_file, operator_key_file, tls_ca, tls_cert, tls_key, bool(insecure)
     )
     section = deployment.gateway
-    options = load_options(file, assignments, section, security, record, home)
+    options = load_options(file, assignments, section, security, home)
     if len(deployment.gateways) > 1 and options.backend.member_key is None and not section.insecure:
         raise InputError(
             "the gateways of [[gateways]] need a member key for each other's reports",

@@ -39,7 +39,6 @@ def load_options(
     assignments: Sequence[str],
     section: GatewaySection,
     flags: SecurityFlags,
-    record: Path | None,
     cluster: ClusterId | None = None,
 ) -> GatewayOptions:
     """`cluster` is the pd cluster whose requests arrive at this gateway; None: those of all.
@@ -86,7 +85,7 @@ def load_options(
         tokenizer_folder=tokenizer,
         warm_worker=True,
         credentials=credentials,
-        backend=BackendOptions(record=record, member_key=member, tls=tls, cluster=cluster),
+        backend=BackendOptions(member_key=member, tls=tls, cluster=cluster),
         tls=tls,
     )
 

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from prometheus_client.core import Metric
@@ -24,7 +23,6 @@ from prfaas.contracts.kvd_api import Heartbeat
 from prfaas.errors import InputError, RequestError
 from prfaas.gateway.client.kvd_client import KvdClient
 from prfaas.gateway.console.scenes import GatewayScenes
-from prfaas.gateway.decision_log import DecisionLog
 from prfaas.gateway.dispatch.attempts import RetryBudget
 from prfaas.gateway.dispatch.background_calls import BackgroundCalls
 from prfaas.gateway.dispatch.dispatcher import Dispatcher, routed_request
@@ -73,7 +71,6 @@ RECORDS_S = 0.25  # between two steps of the planning records
 class BackendOptions:
     """Options that are not in the deployment file."""
 
-    record: Path | None = None  # file for routing decisions, one JSON line each
     member_key: SharedKey | None = None  # sent to nodes and kvds as a bearer token
     tls: TlsIdentity | None = None  # for calls to nodes and kvds
     # The PD cluster whose requests this gateway receives; None: those of all PD clusters.
@@ -195,14 +192,6 @@ async def running(
     options, clock = options or BackendOptions(), clock or MonotonicClock()
     tenants = tenants or Tenants(deployment.gateway)
     async with AsyncExitStack() as stack:
-        decision_log = None
-        if options.record is not None:
-            try:
-                decision_log = DecisionLog(stack.enter_context(options.record.open("ab")))
-            except OSError as error:
-                raise InputError(
-                    f"cannot write: {error.strerror}", file=options.record, where="--record"
-                ) from None
         timeouts = deployment.gateway.timeouts
         tls = options.tls.client if options.tls is not None else None
         name = options.tls.server_name if options.tls is not None else None
@@ -224,9 +213,7 @@ async def running(
             return lateness.since(since_s, clock.now())
 
         fleet = Fleet(deployment, network, clock, late_since)
-        router = Router(
-            fleet, deployment.scheduler, clock, decision_log, deployment.gateway, tenants
-        )
+        router = Router(fleet, deployment.scheduler, clock, deployment.gateway, tenants)
         poller = Poller(fleet, http, clock, tasks)
         copies = PrefixCopies(fleet, http, background_calls, clock)
         rules = deployment.scheduler.moves

@@ -17,7 +17,6 @@ from prfaas.clock import Clock
 from prfaas.config.deployment import SchedulerSection
 from prfaas.config.gateway import DEFAULTS, GatewaySection
 from prfaas.errors import RequestError
-from prfaas.gateway.decision_log import DecisionLog
 from prfaas.gateway.fair_holds import FairHolds
 from prfaas.gateway.fleet.booking import Booking
 from prfaas.gateway.fleet.fleet import Fleet
@@ -48,7 +47,6 @@ class Router:
         fleet: Fleet,
         rules: SchedulerSection,
         clock: Clock,
-        decision_log: DecisionLog | None = None,
         limits: GatewaySection = DEFAULTS,
         tenants: Tenants | None = None,
     ) -> None:
@@ -60,7 +58,6 @@ class Router:
         self._fair_holds = FairHolds(fleet, self.tenants, self.waiting_room, clock)
         self._fleet = fleet
         self._clock = clock
-        self._decision_log = decision_log
         self._limits = limits
         self._shares: FairAccess | None = None
         self._serving_homes = fleet.homes
@@ -161,10 +158,6 @@ class Router:
         if choice is None:
             return _UNPLANNED._replace(precedence=request.arrived_s)
         found = choice.taken
-        if self._decision_log is not None:
-            decided = choice.view.local.cluster
-            plan, state = self.plans[decided], self.states[decided]
-            self._decision_log.write(request, choice, plan, state)
         if isinstance(found, Hold):
             return found
         state = self.states[found.decode_cluster]

@@ -6,27 +6,20 @@ import asyncio
 import json
 import signal
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from prfaas.errors import RequestError, StreamBroken
 from prfaas.gateway.backend import GatewayBackend
-from prfaas.gateway.decision_log import replay
 from prfaas.gateway.request import GatewayRequest, RequestTrace
-from prfaas.scheduler.costs import build_costs
-from prfaas.scheduler.plan import first_plan
-from prfaas.scheduler.request import Route
 from prfaas.text import Chat, load_tokenizer
 from prfaas.tracing.spans import LOST
-from prfaas.types import NodeId
 from tests.gateway.backends import (
     THRESHOLD,
     answered,
     gateway_request,
     in_use,
     is_clean,
-    problem,
     prompt,
     serving,
     tokens_of,
@@ -74,11 +67,9 @@ async def test_long_prompts_are_prefilled_far_away_and_short_ones_at_home(emulat
     await asyncio.to_thread(emulated.wait_until_idle)
 
 
-async def test_many_at_once_with_second_turns(emulated: Hosts, tmp_path: Path) -> None:
-    """Every answer is that of one process; every decision is `route`'s again when it is asked
-    later, with the same view."""
-    record = tmp_path / "decisions.jsonl"
-    made = emulated.deployment()
+async def test_many_at_once_with_second_turns(emulated: Hosts) -> None:
+    """Every answer is that of one process."""
+    offloaded: set[bool] = set()
 
     async def conversation(backend: GatewayBackend, seed: int) -> None:
         length = (1, 2, 70, SHORT, THRESHOLD + 1, LONG)[seed % 6]
@@ -90,23 +81,17 @@ async def test_many_at_once_with_second_turns(emulated: Hosts, tmp_path: Path) -
             found = await answered(backend, asked)
             expected = await asyncio.to_thread(alone, emulated, ids)
             assert found.tokens == expected, f"conversation {seed}, turn {turn}"
+            offloaded.add(found.trace.offloaded)
             ids = [*ids, *found.tokens, *prompt(200, seed)]
 
-    async with serving(made, record=record) as backend:
+    async with serving(emulated.deployment()) as backend:
         async with asyncio.TaskGroup() as group:
             for seed in range(24):
                 group.create_task(conversation(backend, seed))
         await until(lambda: is_clean(backend))
         assert backend.state()["retries"]["spent"] == 0
+    assert offloaded == {True, False}
     await asyncio.to_thread(emulated.wait_until_idle)
-    solved = problem(made)
-    lent = first_plan(solved, list(map(NodeId, "abc")), made.scheduler.replan)
-    lines = record.read_bytes().splitlines()
-    replayed = list(replay(lines, build_costs(solved, 10_000), lent))
-    assert len(replayed) >= 48
-    assert {taken.offloaded for d, taken in replayed if isinstance(taken, Route)} == {True, False}
-    for decision, again in replayed:
-        assert again == decision.taken
 
 
 async def test_a_lost_remote_prefill_is_made_at_home(emulated: Hosts) -> None:
