@@ -172,3 +172,7 @@ class WireError(PeerError):
 
 class TransferFailed(PeerError):
     """A transfer ended without a commit. The receiver has freed its memory, or will."""
+
+    def __init__(self, *args: object, arrived_bytes: int = 0) -> None:
+        super().__init__(*args)
+        self.arrived_bytes = arrived_bytes  # before it ended, as the receiver has reported

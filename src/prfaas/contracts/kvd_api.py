@@ -95,12 +95,13 @@ class OpenTransfer(msgspec.Struct, frozen=True):
     tenant: TenantTag = ""
 
 
-class TransferStatus(msgspec.Struct, frozen=True):
+class TransferStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     transfer_id: TransferId
     # Incoming: granted, committed, attached, released, failed. Outgoing: sending, sent, failed.
     state: str
     reason: str  # of a failure; of a released transfer OTHER_PROMPT, or empty
-    nbytes: int
+    nbytes: int  # the most that it may have, or what its sender has announced
+    arrived_bytes: int = 0  # so far, of an incoming transfer
 
 
 class AbortTransfer(msgspec.Struct, frozen=True):

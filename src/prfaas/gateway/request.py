@@ -75,7 +75,7 @@ class RequestTrace:
     reason: str = ""
     cached_tokens: int = 0
     form: Form | Literal[""] = ""  # of the hand-off's state; empty: no hand-off, or none granted
-    nbytes: int = 0  # of the hand-off, as the route expects; the kvd counts what it sends
+    nbytes: int = 0  # of all its hand-offs that have arrived, as the receiving kvds report
     attempts: int = 0
     waited_s: float = 0.0  # until its prefill began; 0 without a hand-off
     # Times on the gateway's clock; None: the request did not get that far.
@@ -123,7 +123,7 @@ class RequestTrace:
         self.cluster, self.prefill, self.decode = route.cluster, route.prefill, route.decode
         self.offloaded, self.reason = route.offloaded, route.reason
         self.alone = route.alone
-        self.cached_tokens, self.nbytes = route.cached_tokens, route.nbytes
+        self.cached_tokens = route.cached_tokens
         asked_s = now_s if self.asked_s is None else self.asked_s
         self.asked_s = None
         if len(self.courses) >= MOST_COURSES:

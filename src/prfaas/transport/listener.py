@@ -123,9 +123,10 @@ class Listener:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def expect(self, grant: Grant, owner: BufferOwner) -> None:
-        """Announces a grant: its transfer may begin from now until the grant's deadline."""
-        self._transfers.expect(grant, owner)
+    def expect(self, grant: Grant, owner: BufferOwner) -> Callable[[], int]:
+        """Announces a grant: its transfer may begin from now until the grant's deadline. Returns a
+        function that says how many of its bytes have arrived so far."""
+        return self._transfers.expect(grant, owner)
 
     def cancel(self, transfer_id: TransferId, reason: str) -> None:
         """Ends a transfer from this side; does nothing when it has ended already. The owner's

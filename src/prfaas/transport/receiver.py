@@ -10,7 +10,7 @@ from __future__ import annotations
 import hmac
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -51,13 +51,16 @@ class ReceiverTransfers:
         self._remembered: dict[bytes, _EndedTransfer] = {}
         self._received_bytes = self._duplicate_bytes = self._committed = self._aborted = 0
 
-    def expect(self, grant: Grant, owner: BufferOwner) -> None:
+    def expect(self, grant: Grant, owner: BufferOwner) -> Callable[[], int]:
+        """Returns a function that says how many bytes of the transfer have arrived so far."""
         key = transfer_key(grant.transfer_id)
         with self._lock:
             if key in self._transfers or key in self._remembered:
                 raise InputError(f"transfer {grant.transfer_id} was announced before")
             now = self._clock.now()
-            self._transfers[key] = ReceiverTransfer(grant, auth_of(grant.token), owner, now)
+            made = ReceiverTransfer(grant, auth_of(grant.token), owner, now)
+            self._transfers[key] = made
+        return lambda: made.received_bytes
 
     def cancel(self, transfer_id: TransferId, reason: str) -> None:
         with self._lock:

@@ -50,6 +50,12 @@ def test_a_hand_off() -> None:
     assert found[f"routed_prompts_total{{{labels}}}"] == 1
 
 
+def test_bytes_that_moved_count_without_a_first_token() -> None:
+    failed = handed_off()
+    failed.trace.first_token_s = None
+    assert counted(failed)['handed_off_bytes_total{route="remote"}'] == 5000
+
+
 def test_a_commit_before_the_answer_of_the_prefill_exposes_nothing() -> None:
     early, unanswered = handed_off(), handed_off()
     early.trace.prefilled_s, unanswered.trace.prefilled_s = 12.75, None

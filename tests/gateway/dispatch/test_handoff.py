@@ -55,8 +55,9 @@ CACHED = 64
 PREFILLED = {"usage": {"prompt_tokens_details": {"cached_tokens": CACHED}}}
 
 
-def status(state: str) -> dict[str, Any]:
-    return {"transfer_id": ID, "state": state, "reason": "test", "nbytes": 1000}
+def status(state: str, arrived_bytes: int = 0) -> dict[str, Any]:
+    found = {"transfer_id": ID, "state": state, "reason": "test", "nbytes": 1000}
+    return {**found, "arrived_bytes": arrived_bytes}
 
 
 @dataclass(slots=True)
@@ -361,6 +362,34 @@ async def test_an_invalid_request_is_the_clients_error() -> None:
             await one.carry_out()
         assert (refused.value.status, refused.value.param) == (400, "prompt")
         await one.kvd.requested(ABORT)
+
+
+async def test_the_bytes_of_a_request_are_those_that_have_arrived() -> None:
+    """Not those that its route expects, of which this one has some."""
+    async with case() as one:
+        assert one.booking.route.nbytes > 0
+        await one.node.script(PREFILL, {"error": {"message": "too long", "code": "x"}}, 400)
+        with pytest.raises(RequestError, match="too long"):
+            await one.carry_out()
+        await one.kvd.requested(ABORT)
+        assert one.trace.nbytes == 0, "it was refused before a byte moved"
+        await one.node.script(PREFILL, PREFILLED)
+        await one.kvd.script(COMMIT, status("failed", 300))
+        with pytest.raises(AttemptFailed):
+            await one.carry_out()
+        assert one.trace.nbytes == 300, "of a transfer that failed half way"
+        await one.kvd.script(COMMIT, status("committed", 700))
+        await one.carry_out()
+        assert one.trace.nbytes == 1000, "of all attempts"
+
+
+async def test_the_abort_of_a_transfer_reports_what_had_arrived() -> None:
+    async with case() as one:
+        await one.kvd.script(ABORT, status("granted", 400))
+        await one.node.script(PREFILL, {"error": {"message": "no memory", "code": "x"}}, 500)
+        with pytest.raises(AttemptFailed):
+            await one.carry_out()
+        await until(lambda: one.trace.nbytes == 400)
 
 
 async def test_a_transfer_that_expires_at_the_receiver_fails_the_attempt() -> None:

@@ -11,7 +11,7 @@ from prfaas.errors import InputError, TransferFailed
 from prfaas.kvd.transfers import incoming
 from prfaas.kvd.transfers.incoming import NO_ENGINE
 from prfaas.types import Grant, NotNow, TransferId
-from tests.kvd.hosts import COMPAT, names, prompt_of
+from tests.kvd.hosts import COMPAT, SPEC, names, prompt_of
 from tests.kvd.transfers.parts import OPTIONS, Parts, transfer_parts
 from tests.waiting import PATIENCE_S
 
@@ -47,8 +47,11 @@ async def test_a_transfer_from_grant_to_release(parts: Parts) -> None:
     assert grant.max_bytes > 0 and parts.in_use()[1] == 1
     status = parts.incoming.status(grant.transfer_id)
     assert status is not None and (status.state, status.nbytes) == ("granted", grant.max_bytes)
+    assert status.arrived_bytes == 0
     parts.send(grant, PROMPT)
     await settled(parts, grant, "committed")
+    status = parts.incoming.status(grant.transfer_id)
+    assert status is not None and status.arrived_bytes == SPEC.kv_bytes(TOKENS)
     ticket = parts.incoming.attach(grant.transfer_id)
     assert ticket.tokens == TOKENS and ticket.hashes == tuple(names(PROMPT))
     parts.assert_readable(ticket, PROMPT)
@@ -57,6 +60,8 @@ async def test_a_transfer_from_grant_to_release(parts: Parts) -> None:
     assert not parts.incoming.release(ticket.lease_id), "a lease is released once"
     assert parts.in_use() == (0, 0)
     assert parts.incoming.counts()["released"] == 1
+    status = parts.incoming.status(grant.transfer_id)
+    assert status is not None and status.arrived_bytes == SPEC.kv_bytes(TOKENS)
     assert parts.cached_tokens(PROMPT) == TOKENS, "whole blocks stay as a prefix"
 
 

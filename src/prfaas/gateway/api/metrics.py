@@ -180,12 +180,12 @@ class ApiMetrics:
             # The receiver may commit before the prefill node's answer is here.
             prefilled_s = trace.prefilled_s or trace.committed_s
             of_route.exposed_s.observe(max(0.0, trace.committed_s - prefilled_s))
+        of_route.handed_bytes.inc(trace.nbytes)
         if trace.first_token_s is None:
             return
         of_route.prompt_tokens.inc(prompt.tokens)
         of_route.cached_tokens.inc(trace.cached_tokens)
         of_route.uncached_tokens.observe(max(0, prompt.tokens - trace.cached_tokens))
-        of_route.handed_bytes.inc(trace.nbytes)
         if usage is not None:
             of_route.output_tokens.inc(usage.completion_tokens)
 
@@ -257,7 +257,9 @@ class ApiMetrics:
             ),
             self._counter("output_tokens", "Tokens that were generated.", ("route",)),
             self._counter(
-                "handed_off_bytes", "KV bytes of hand-offs, as their routes predicted.", ("route",)
+                "handed_off_bytes",
+                "KV bytes of hand-offs that have arrived, also of those that failed.",
+                ("route",),
             ),
         )
 

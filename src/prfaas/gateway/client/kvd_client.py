@@ -80,10 +80,13 @@ class KvdClient:
                 max_bytes=SMALL_BYTES,
             )
             if status.state == "committed":
+                _arrived(status)
                 return status
             if status.state != "granted":
                 why = one_line(f"{status.state}: {status.reason}")
-                raise TransferFailed(f"transfer {transfer_id} is {why}")
+                raise TransferFailed(
+                    f"transfer {transfer_id} is {why}", arrived_bytes=_arrived(status)
+                )
             await asyncio.sleep(_ASK_AGAIN_S)  # a kvd that does not wait cannot keep us busy
 
     async def transfer(self, transfer_id: TransferId) -> TransferStatus:
@@ -96,12 +99,14 @@ class KvdClient:
             max_bytes=SMALL_BYTES,
         )
 
-    async def abort(self, transfer_id: TransferId, reason: str) -> None:
+    async def abort(self, transfer_id: TransferId, reason: str) -> TransferStatus:
         body = msgspec.json.encode(AbortTransfer(reason))
         url = f"{self.url}/v1/transfers/{transfer_id}/abort"
-        await self._http.request_json(
+        status = await self._http.request_json(
             "POST", url, TransferStatus, timeout_s=self._timeouts.kvd_call_s, body=body
         )
+        _arrived(status)
+        return status
 
     async def pull(
         self, request: PullPrefix, traceparent: str | None = None
@@ -193,6 +198,11 @@ class KvdClient:
             timeout_s=self._timeouts.kvd_call_s,
             max_bytes=RECORD_BYTES,
         )
+
+
+def _arrived(status: TransferStatus) -> int:
+    """Raises `MalformedResponse` when the number is impossible."""
+    return count(status.arrived_bytes, "arrived_bytes", _MOST_BYTES)
 
 
 def _headers(traceparent: str | None) -> dict[str, str]:

@@ -19,8 +19,15 @@ from prfaas.cache.hashing import PromptHashes
 from prfaas.clock import Clock
 from prfaas.contracts.forms import choose_compat
 from prfaas.contracts.kv_transfer_params import RemoteDecode, RemotePrefill, encode
-from prfaas.contracts.kvd_api import OpenTransfer
-from prfaas.errors import ConnectionLost, PeerError, PeerHttpError, RequestError, Unreachable
+from prfaas.contracts.kvd_api import OpenTransfer, TransferStatus
+from prfaas.errors import (
+    ConnectionLost,
+    PeerError,
+    PeerHttpError,
+    RequestError,
+    TransferFailed,
+    Unreachable,
+)
 from prfaas.gateway.attempt_trace import AttemptTrace, begin_call
 from prfaas.gateway.client.kvd_client import KvdClient
 from prfaas.gateway.client.node_client import DRAINING, NodeClient
@@ -157,6 +164,7 @@ class HandOff:
         self._prefilling: asyncio.Future[int | None | PeerError] | None = None
         self._committed = False
         self._taken = False
+        self._uncounted: RequestTrace | None = None  # that lacks the bytes of this hand-off
 
     async def __aenter__(self) -> HandOff:
         return self
@@ -176,6 +184,7 @@ class HandOff:
     ) -> dict[str, Any]:
         """Returns when the state is at the decode node: the `kv_transfer_params` for its engine."""
         route = self._route
+        self._uncounted = trace
         try:
             async with self._fleet.liveness.unless_silent(route.prefill, route.decode):
                 return await self._carry_out(request, prompt, trace)
@@ -301,7 +310,8 @@ class HandOff:
     async def _abort_until_answered(self, transfer_id: TransferId) -> None:
         for attempt in range(1, _ABORT_ATTEMPTS + 1):
             try:
-                await self._kvd.abort(transfer_id, "given up by the gateway")
+                status = await self._kvd.abort(transfer_id, "given up by the gateway")
+                self._count(status.arrived_bytes)
                 return
             except ConnectionLost:
                 if attempt == _ABORT_ATTEMPTS:
@@ -382,6 +392,8 @@ class HandOff:
         finally:
             committing.cancel()
         problem = committing.result()
+        if isinstance(problem, TransferStatus | TransferFailed):
+            self._count(problem.arrived_bytes)
         if isinstance(problem, ConnectionLost):
             lost = record_lost_kvd(self._fleet, self._route.decode, problem)
             raise AttemptFailed(str(problem), self._route.decode, lost=lost)
@@ -391,6 +403,12 @@ class HandOff:
             self._check_prefill(prefilling)
             raise AttemptFailed(str(problem), self._route.prefill, prefill=True)
         self._committed = True
+
+    def _count(self, arrived_bytes: int) -> None:
+        """Once: an abort may report the bytes of a transfer that are counted already."""
+        if self._uncounted is not None:
+            self._uncounted.nbytes += arrived_bytes
+            self._uncounted = None
 
     def _check_prefill(self, prefilling: asyncio.Future[int | None | PeerError]) -> None:
         if not prefilling.done():

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import math
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -50,6 +51,8 @@ class _IncomingTransfer:
     request: OpenTransfer | None  # None after the end: it is as long as the prompt
     granted_s: float
     receiver: PageReceiver | None = None  # None: the pool already had every byte
+    arrived: Callable[[], int] | None = None  # None: it needs no byte, or has ended
+    arrived_bytes: int = 0  # when it ended
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     ended_s: float = math.inf
     engine: int | None = None  # the connection that has attached it first
@@ -159,8 +162,9 @@ class IncomingTransfers:
             return None
         state = transfer.state
         state.renew(self._clock.now())
+        arrived = transfer.arrived_bytes if transfer.arrived is None else transfer.arrived()
         nbytes = transfer.grant.max_bytes
-        return TransferStatus(transfer_id, state.stage.value, state.reason, nbytes)
+        return TransferStatus(transfer_id, state.stage.value, state.reason, nbytes, arrived)
 
     async def wait(self, transfer_id: TransferId, wait_s: float) -> TransferStatus | None:
         """The status once the transfer has left GRANTED, or after `wait_s`."""
@@ -335,7 +339,7 @@ class IncomingTransfers:
         on_end = partial(self._signal_end, grant.transfer_id)
         table = storage.pool.tables(lease.id).writable
         transfer.receiver = PageReceiver(storage, table, required, on_end)
-        self._listener.expect(grant, transfer.receiver)
+        transfer.arrived = self._listener.expect(grant, transfer.receiver)
 
     def _signal_end(self, transfer_id: TransferId, reason: str | None) -> None:
         """Called from a thread of the listener."""
@@ -376,7 +380,9 @@ class IncomingTransfers:
         now = self._clock.now()
         transfer.ended_s = now
         # The status is kept for minutes; the page table and the hashes are not needed for it.
-        transfer.receiver = transfer.request = None
+        if transfer.arrived is not None:
+            transfer.arrived_bytes = transfer.arrived()
+        transfer.receiver = transfer.request = transfer.arrived = None
         transfer.storage.pool.release(transfer.lease.id, now)
         self._store.publish_changes()
 
