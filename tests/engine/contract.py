@@ -108,6 +108,32 @@ class EngineContract:
         first, second = ["first"] * events, ["second"] * events
         assert order == ["first begins", *first, "second begins", *second]
 
+    def test_a_tenant_that_fills_the_engine_leaves_a_slot_to_another(
+        self, make_engine: MakeEngine
+    ) -> None:
+        engine = make_engine(max_running=4)
+        all_asked = threading.Event()
+        ended: list[str] = []
+
+        def watched(tenant: str, seed: int, tokens: int) -> Watched:
+            def on_event(event: Event) -> None:
+                if isinstance(event, Token):
+                    assert all_asked.wait(PATIENCE_S)
+                if isinstance(event, Finished):
+                    ended.append(tenant)
+
+            asked = job(30, seed, sampling=greedy(tokens), tenant=tenant)
+            return Watched(engine, asked, on_event)
+
+        jobs = [watched("flood", seed, 60) for seed in range(8)]
+        jobs += [watched("other", seed, 2) for seed in range(8, 10)]
+        all_asked.set()
+        for one in jobs:
+            one.result()
+        assert ended[:2] == ["other", "other"]
+        assert len(ended) == 10
+        wait_until(lambda: engine.stats() == IDLE)
+
     def test_an_answer_is_the_prompts_own(self, make_engine: MakeEngine) -> None:
         engine = make_engine(max_running=4)
         jobs = [job(tokens, seed=tokens) for tokens in (30, 80, 150, 200, 31, 81)]

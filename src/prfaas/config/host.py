@@ -176,7 +176,8 @@ class NodeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     chunk_tokens: Count | None = None
     """Tokens per prefill step. The default is the engine's choice."""
     max_running: Count | None = None
-    """Sequences that decode together. The default is the engine's choice."""
+    """Sequences that decode together. The default is the engine's choice. Where a gateway has
+    several tenants, one of them takes all but four (a quarter of fewer than 16)."""
     warm_up: list[Count] | None = None
     """Lengths of prompts, in tokens, that the engine runs before the node is ready, so that no
     request waits for kernels to be compiled. The default is the choice of the engine's device:

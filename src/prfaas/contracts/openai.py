@@ -24,7 +24,8 @@ MAX_STOP_CHARACTERS = 1_024
 # A gateway names the tenant of a request to its nodes with it, by an opaque tag: nodes divide what
 # they share between tenants. Clients' own headers of this name are not passed on.
 TENANT_HEADER = "X-Prfaas-Tenant"
-TenantTag: TypeAlias = Annotated[str, msgspec.Meta(max_length=64)]
+TAG_CHARS = 64
+TenantTag: TypeAlias = Annotated[str, msgspec.Meta(max_length=TAG_CHARS)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):

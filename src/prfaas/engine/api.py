@@ -150,6 +150,9 @@ class EngineJob:
     # `Prefilled` has the log-probabilities of the prompt's tokens, with this number of
     # alternatives. Such a job computes every token: it does not resume.
     prompt_logprobs: int | None = None
+    # Whose sequence it is: tenants take turns, and share the slots (`contracts.slot_shares`). The
+    # jobs without a name are those of one tenant, which shares with no other.
+    tenant: str = ""
     # Called once, on the engine's thread, when the job has left the queue: the engine reads the
     # state to resume from, and computes. It must return at once and must not raise. Comparisons
     # ignore it.

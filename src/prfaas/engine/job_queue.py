@@ -1,18 +1,21 @@
 """An engine's bounded job queue, with cancellations and the request to close.
 
-Any thread adds jobs and cancels them; the engine's thread takes them. The queue does not
-depend on how jobs are computed.
+Any thread adds jobs and cancels them; the engine's thread takes them. Tenants take turns, by the
+prompt tokens that their jobs compute, and no tenant takes every place or every slot
+(`contracts.slot_shares`). The queue does not depend on how jobs are computed.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Collection
 from typing import Generic, Protocol, TypeVar
 
+from prfaas.contracts.slot_shares import has_slot
 from prfaas.engine.api import EngineJob
 from prfaas.errors import EngineError, PrfaasError
+from prfaas.scheduler.waiting import FairClock
 from prfaas.types import NotNow
 
 RETRY_S = 1.0  # in a NotNow
@@ -34,13 +37,17 @@ class JobQueue(Generic[S]):
         self.closing = False
         self._cancelled: set[str] = set()
         self._max_waiting = max_waiting
+        self._turns = FairClock()  # of the tenants that had jobs here since it was last empty
 
     def put(self, sequence: S) -> NotNow | None:
         with self.changed:
             if self.closing:
                 return NotNow("the engine is closing", RETRY_S)
-            if len(self.waiting) >= self._max_waiting:
+            if not slot_rule(self.waiting, self._max_waiting)(sequence):
                 return NotNow(f"{len(self.waiting)} jobs are waiting", RETRY_S)
+            tenant = sequence.job.tenant
+            if all(waiting.job.tenant != tenant for waiting in self.waiting):
+                self._turns.start(tenant)
             self._cancelled.discard(sequence.job.id)  # it was meant for an earlier job with this id
             self.waiting.append(sequence)
             self.changed.notify()
@@ -68,6 +75,24 @@ class JobQueue(Generic[S]):
             cancelled, self._cancelled = self._cancelled, set()
             return cancelled
 
+    def take(self, may_begin: Callable[[S], bool]) -> S | None:
+        """Removes and returns the job that begins now; None: none may. The jobs of one tenant stay
+        in order. Of the tenants whose first job `may_begin`, it is the turn of the one that was
+        given least to compute (`FairClock`); among equals, of the one that has waited longest."""
+        with self.changed:
+            firsts: dict[str, int] = {}
+            for place, sequence in enumerate(self.waiting):
+                firsts.setdefault(sequence.job.tenant, place)
+            for tenant in sorted(firsts, key=lambda name: self._turns.tag(name, waits=True)):
+                sequence = self.waiting[firsts[tenant]]
+                if may_begin(sequence):
+                    del self.waiting[firsts[tenant]]
+                    self._turns.charge(tenant, computed_tokens(sequence.job), waits=True)
+                    if not self.waiting:
+                        self._turns = FairClock()  # no other tenant waits for its turn
+                    return sequence
+            return None
+
     def remove(self, which: Callable[[S], bool]) -> list[S]:
         """Removes and returns the waiting jobs that `which` selects."""
         with self.changed:
@@ -82,6 +107,19 @@ class JobQueue(Generic[S]):
                 self._cancelled.clear()
                 self.changed.wait(IDLE_S)
             return not self.closing
+
+
+def slot_rule(held: Collection[HasJob], slots: int) -> Callable[[HasJob], bool]:
+    """Whether a job may take one of the slots that are left beside those that `held` has. Jobs
+    without a tenant share with no other, so that nothing is kept free from them."""
+    counts = Counter(one.job.tenant for one in held)
+    counts[""] = 0
+    return lambda sequence: has_slot(len(held), counts[sequence.job.tenant], slots)
+
+
+def computed_tokens(job: EngineJob) -> int:
+    """Tokens of its prompt that the engine computes."""
+    return len(job.prompt) - (job.resume.tokens if job.resume is not None else 0)
 
 
 def as_ours(error: Exception) -> Exception:

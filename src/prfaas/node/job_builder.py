@@ -47,6 +47,7 @@ class TokenizedRequest:
     transfer: RequestedTransfer | Reference | Remainder | None = None
     continuation: int = 0  # of the same prompt; the first one has 0
     prompt_logprobs: int | None = None  # alternatives per token of the prompt
+    tenant: str = ""  # the gateway's tag of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,7 @@ def _job(request: TokenizedRequest) -> EngineJob:
         request.prompt,
         request.sampling,
         prompt_logprobs=request.prompt_logprobs,
+        tenant=request.tenant,
     )
 
 

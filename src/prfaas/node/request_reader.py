@@ -27,6 +27,7 @@ from prfaas.contracts.kv_transfer_params import (
     decode_remainder,
     encode,
 )
+from prfaas.contracts.openai import TAG_CHARS, TENANT_HEADER
 from prfaas.engine.api import (
     MAX_PROMPT_LOGPROBS,
     Engine,
@@ -94,6 +95,7 @@ class ReadRequest(NamedTuple):
     sampling: Sampling
     echo: str = ""  # text before the answer
     tool_use: ToolUse | None = None  # None: calls are not read
+    tenant: str = ""  # the gateway's tag of it
 
     def tokenized(self, id: str, continuation: int = 0) -> TokenizedRequest:
         return TokenizedRequest(
@@ -105,6 +107,7 @@ class ReadRequest(NamedTuple):
             continuation=continuation,
             # Once for all continuations.
             prompt_logprobs=None if continuation else self.asked.prompt_logprobs_count,
+            tenant=self.tenant,
         )
 
     def new_id(self) -> str:
@@ -181,7 +184,7 @@ class RequestReader:
             default_tokens = min(DEFAULT_MAX_TOKENS, self._rest_tokens(prompt))
             sampling = asked.sampling(default_tokens, bad_words, grammar)
             echo = await self._echo(asked, given) if asked.echo else ""
-            reads.append(ReadRequest(asked, TEXT, prompt, sampling, echo))
+            reads.append(ReadRequest(asked, TEXT, prompt, sampling, echo, tenant=_tenant(request)))
         self._check_all(reads)
         return reads
 
@@ -193,7 +196,8 @@ class RequestReader:
         grammar = await self._grammars.compiled(self._chat_grammar(asked, tool_use))
         prompt = await self.encode_chat(parsed.chat)
         sampling = asked.sampling(self._rest_tokens(prompt), await self._bad_words(asked), grammar)
-        read = ReadRequest(asked, CHAT, prompt, sampling, tool_use=tool_use)
+        tenant = _tenant(request)
+        read = ReadRequest(asked, CHAT, prompt, sampling, tool_use=tool_use, tenant=tenant)
         self._check_all([read])
         return read
 
@@ -392,3 +396,8 @@ class RequestReader:
                 f"this node serves {self._model.name!r}, not {asked[:100]!r}",
                 param="model",
             )
+
+
+def _tenant(request: web.Request) -> str:
+    """The gateway's tag of the tenant. Requests without one are those of one tenant."""
+    return request.headers.get(TENANT_HEADER, "")[:TAG_CHARS]

@@ -29,7 +29,7 @@ from prfaas.engine.chunks import chunk_ends
 from prfaas.engine.emulated.pace import Pace, Scales, scaled_spec
 from prfaas.engine.emulated.schedule import Schedule
 from prfaas.engine.emulated.sequence import EmulatedSequence
-from prfaas.engine.job_queue import JobQueue, as_ours
+from prfaas.engine.job_queue import JobQueue, as_ours, slot_rule
 from prfaas.errors import InputError
 from prfaas.kvspec import KVSpec
 from prfaas.planner.profile import DecodeStep, PrefillProfile
@@ -198,8 +198,8 @@ class EmulatedEngine:
     # Prefill --------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Starts jobs in order of arrival: the head of the queue starts when it has room."""
-        while (sequence := self._take_head()) is not None:
+        """Starts jobs in the order of their tenants' turns, as long as they have room."""
+        while (sequence := self._take_next()) is not None:
             if sequence.job.on_begin is not None:
                 sequence.job.on_begin()
             try:
@@ -213,20 +213,24 @@ class EmulatedEngine:
                 else:
                     self._prefilling = sequence
 
-    def _take_head(self) -> EmulatedSequence | None:
+    def _take_next(self) -> EmulatedSequence | None:
         with self._queue.changed:
             if not self._queue.waiting:
                 return None
-            sequence = self._queue.waiting[0]
-            busy = len(self._running) + int(self._prefilling is not None)
-            will_run = sequence.job.sampling.max_tokens > 1 or _rides(sequence, self._limits)
-            if will_run and busy >= self._limits.max_running:
-                return None
-            if self._prefilling is not None and not _rides(sequence, self._limits):
-                return None
-            if not busy:
+            busy = [*self._running, *([self._prefilling] if self._prefilling is not None else [])]
+            has_slot = slot_rule(busy, self._limits.max_running)
+
+            def may_begin(sequence: EmulatedSequence) -> bool:
+                rides = _rides(sequence, self._limits)
+                will_run = rides or sequence.job.sampling.max_tokens > 1
+                if will_run and not has_slot(sequence):
+                    return False
+                return rides or self._prefilling is None
+
+            sequence = self._queue.take(may_begin)
+            if sequence is not None and not busy:
                 self._schedule.start_after(sequence.submitted_s)
-            return self._queue.waiting.popleft()
+            return sequence
 
     def _guarded_chunk(self, sequence: EmulatedSequence) -> None:
         try:

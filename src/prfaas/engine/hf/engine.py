@@ -32,7 +32,7 @@ from prfaas.engine.hf.answers import copy_boundary, take_answer
 from prfaas.engine.hf.load import LoadedModel
 from prfaas.engine.hf.sequence import HFSequence
 from prfaas.engine.hf.slots import SlotCache
-from prfaas.engine.job_queue import JobQueue, as_ours
+from prfaas.engine.job_queue import JobQueue, as_ours, slot_rule
 from prfaas.errors import EngineError
 from prfaas.kvspec import KVSpec
 from prfaas.types import Compat, NotNow
@@ -178,7 +178,11 @@ class HFEngine:
         with self._queue.changed:
             if not self._queue.waiting or len(self._running) >= self._limits.max_running:
                 return
-            self._prefilling = self._queue.waiting.popleft()
+            has_slot = slot_rule(self._running, self._limits.max_running)
+            self._prefilling = self._queue.take(
+                # Without a second token, a job takes no slot.
+                lambda sequence: sequence.job.sampling.max_tokens <= 1 or has_slot(sequence)
+            )
 
     def _guarded_chunk(self, sequence: HFSequence) -> None:
         """An error of its sink or source, or too little memory, fails this job only."""
