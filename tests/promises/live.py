@@ -20,8 +20,8 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -312,7 +312,7 @@ class Played:
         )
 
 
-class _Player:
+class Player:
     def __init__(self, case: Case, folder: Path) -> None:
         self._case = case
         self._folder = folder
@@ -377,14 +377,15 @@ class _Player:
         await asyncio.to_thread(run.process.ready, GatewayReady)
         run.ready_s = time.monotonic()
 
-    async def play(self) -> Played:
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """All hosts that are present, and every gateway, which knows that they are alive."""
         present = {
             node
             for cluster in self._case.deployment.clusters
             for node in cluster.nodes
             if node not in cluster.absent
         }
-        left: list[str] = []
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         try:
             async with (
@@ -394,11 +395,8 @@ class _Player:
                 for home in self._urls:
                     self._start(home)
                 await asyncio.gather(*(self._ready(run) for run in self.runs))
-                await self._until(self._all_alive(present), "all nodes are alive")
-                await self._send_traffic()
-                await self._remember_drains()
-                left = await self._settle()
-                await self._read_accounts()
+                await self.until(self._all_alive(present), "all nodes are alive")
+                yield
                 await asyncio.gather(
                     *(asyncio.to_thread(run.process.stop) for run in self._living())
                 )
@@ -406,19 +404,26 @@ class _Player:
             for run in self._living():
                 if run.process.popen.poll() is None:
                     await asyncio.to_thread(run.process.kill)
+
+    async def play(self) -> Played:
+        async with self.serving():
+            await self._send_traffic()
+            await self._remember_drains()
+            left = await self._settle()
+            await self._read_accounts()
         return Played(self._case, self._asked, self.runs, self.world, self.drains, left)
 
     def _all_alive(self, present: set[str]) -> Callable[[], Awaitable[bool]]:
         async def are_alive() -> bool:
             for run in self._living():
-                nodes = _nodes(await self._state(run))
+                nodes = _nodes(await self.state(run))
                 if {node["node"] for node in nodes if node["alive"]} != present:
                     return False
             return True
 
         return are_alive
 
-    async def _until(self, condition: Callable[[], Awaitable[bool]], what: str) -> None:
+    async def until(self, condition: Callable[[], Awaitable[bool]], what: str) -> None:
         try:
             async with asyncio.timeout(PATIENCE_S):
                 while not await condition():  # noqa: ASYNC110  # nothing tells
@@ -427,7 +432,7 @@ class _Player:
             logs = "\n".join(run.process.output[-3000:] for run in self.runs)
             raise AssertionError(f"it never came true that {what}\n{logs}") from None
 
-    async def _state(self, run: Run) -> Any:
+    async def state(self, run: Run) -> Any:
         url = f"{self._urls[run.home]}/prfaas/v1/state"
         async with self._http.get(url, headers=bearer(OPERATOR)) as response:
             assert response.status == 200, await response.text()
@@ -441,7 +446,7 @@ class _Player:
         happening: list[asyncio.Task[None]] = []
 
         def ask(one: Asked) -> None:
-            asking[one.id] = asyncio.create_task(self._ask(one))
+            asking[one.id] = asyncio.create_task(self.ask(one))
 
         numbers = itertools.count()
         due: list[tuple[float, int, Callable[[], Awaitable[None] | None]]] = [
@@ -490,7 +495,7 @@ class _Player:
                         **{"tokens": [], "end": "", "problem": "", "status": 0},
                     )
                     self._asked.append(one)
-                    asking[one.id] = asyncio.create_task(self._ask(one))
+                    asking[one.id] = asyncio.create_task(self.ask(one))
         await self._wait_for(asking)
 
     def _happens(
@@ -556,18 +561,18 @@ class _Player:
                 for order in self.drains:
                     if order.cluster == cluster:
                         order.returned_s = min(order.returned_s, time.monotonic())
-            kept = await self._order(cluster, drained=drained)
+            kept = await self.order(cluster, drained=drained)
             if kept is None or not drained:
                 return
             kills = any(event.kind == "gateway_killed" for event in self._case.events)
             if not kept and not kills and keeps_records(self._case):
                 # The gateway goes on trying, on a machine that is too busy to do it at once.
                 told = f"the kvds keep the drain of {cluster}"
-                await self._until(partial(self._say_all, cluster, "order_kept"), told)
+                await self.until(partial(self._say_all, cluster, "order_kept"), told)
                 kept = True
             if kept:
                 told = f"every gateway drains {cluster}"
-                await self._until(partial(self._say_all, cluster, "drained"), told)
+                await self.until(partial(self._say_all, cluster, "drained"), told)
             if kept or len(self._urls) == 1:
                 self.drains.append(Drained(cluster, time.monotonic(), kept))
 
@@ -575,14 +580,15 @@ class _Player:
         """Whether every gateway that lives says this of a cluster."""
         for run in self._living():
             with suppress(aiohttp.ClientError):  # it may be killed meanwhile
-                state = await self._state(run)
+                state = await self.state(run)
                 if not all(one[what] for one in state["clusters"] if one["cluster"] == cluster):
                     return False
         return True
 
-    async def _order(self, cluster: str, *, drained: bool) -> bool | None:
-        """Whether the kvds keep it; None: no gateway has received it."""
-        for run in self._living():
+    async def order(self, cluster: str, *, drained: bool, at: Run | None = None) -> bool | None:
+        """Whether the kvds keep it; None: no gateway has received it. `at`: the gateway that is to
+        receive it, instead of the first one that lives."""
+        for run in self._living() if at is None else (at,):
             url = f"{self._urls[run.home]}{DRAIN_PATH}"
             body = {"cluster": cluster, "drained": drained}
             with suppress(aiohttp.ClientError):
@@ -596,7 +602,7 @@ class _Player:
 
     # Requests ------------------------------------------------------------------------------------
 
-    async def _ask(self, one: Asked) -> None:
+    async def ask(self, one: Asked) -> None:
         one.sent_s = time.monotonic()
         try:
             async with asyncio.timeout(one.leaves_s or PATIENCE_S):
@@ -654,7 +660,7 @@ class _Player:
         while True:
             left = self._left_behind()
             for run in self._living():
-                run.state = await self._state(run)
+                run.state = await self.state(run)
                 found = [*_booked(run.state), *self._forgotten(run.state)]
                 left += [f"gateway {run.home}: {what}" for what in found]
             if not left or time.monotonic() > until_s:
@@ -690,7 +696,7 @@ class _Player:
                     run.metrics = await response.text()
                 return "\nprfaas_gateway_requests_in_flight 0.0\n" in run.metrics
 
-            await self._until(is_idle, "no request is in flight")
+            await self.until(is_idle, "no request is in flight")
 
 
 def _named(status: int, code: str) -> str:
@@ -757,4 +763,4 @@ def remembers_drains(case: Case) -> bool:
 
 
 async def play(case: Case, folder: Path) -> Played:
-    return await _Player(case, folder).play()
+    return await Player(case, folder).play()

@@ -186,6 +186,8 @@ class Books:
         self.work: list[Work] = []
         self.transfers: dict[str, Transfer] = {}
         self.violations: list[str] = []
+        # Of the planning lease of every role and record that a gateway which plans has written.
+        self.planning_epochs: list[int] = []
 
     def of(self, request: str) -> list[Work]:
         return [work for work in self.work if work.request == request]
@@ -452,10 +454,12 @@ class Host:
         return _json(self._role)
 
     async def _set_role(self, request: web.BaseRequest) -> web.Response:
-        role = compare_and_set(self._role, await _read(request, SetRole), self._promise.epoch)
+        asked = await _read(request, SetRole)
+        role = compare_and_set(self._role, asked, self._promise.epoch)
         if role is None:
             return _json(self._role, 409)
         self._role = role
+        self._books.planning_epochs.append(asked.planning_epoch)
         return _json(role)
 
     async def _claim(self, request: web.BaseRequest) -> web.Response:
@@ -470,6 +474,8 @@ class Host:
     async def _put_record(self, request: web.BaseRequest) -> web.Response:
         put = await _read(request, PutRecord)
         accepted = self._records.put(put, self._promise.epoch, time.monotonic())
+        if accepted and put.planning_epoch:
+            self._books.planning_epochs.append(put.planning_epoch)
         return _json(RecordPut(accepted, self._records.version(put.name)))
 
     async def _open(self, request: web.BaseRequest) -> web.Response:
