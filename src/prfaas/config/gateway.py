@@ -40,8 +40,8 @@ class TenantSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     is `gateway.max_queued_tokens`, and half of it where the gateway has several tenants."""
     max_tokens_per_minute: Count | None = None
     """Prompt tokens that the tenant may send to this gateway in a minute. A body counts at least
-    one token for every 8 bytes, decompressed, also when it is refused. A tenant that has sent more is refused
-    with status 429 until the time has passed. The default is no limit."""
+    one token for every 8 bytes, decompressed, also when it is refused. A tenant that has sent more
+    is refused with status 429 until the time has passed. The default is no limit."""
     max_bodies_mb: Amount | None = None
     """Bodies of the tenant's requests in flight together, in 10^6 bytes. Further requests are
     refused with status 429, and a body that alone is larger with status 413. The default is
