@@ -35,6 +35,7 @@ from prfaas.measure.client import Target, connect
 from prfaas.measure.open_loop import RequestTemplate
 from prfaas.security.shared_key import SharedKey
 from tests.benches import bench
+from tests.secret_files import write_secret
 from tests.waiting import HANG_S, PATIENCE_S
 
 TWO_BY_TWO = Path(__file__).parents[2] / "configs" / "two_by_two.toml"
@@ -205,7 +206,7 @@ async def live_deployment(folder: Path) -> AsyncIterator[LiveDeployment]:
     key = secrets.token_hex(16)
     key_file = folder / "operator.key"
     key_file.touch(0o600)
-    key_file.write_text(f"{key}\n")
+    write_secret(key_file, f"{key}\n")
     async with (
         launched_hosts(plan.deployment, plan.engines, folder, attached_prefix()) as hosts,
         open_client(SharedKey([key])) as operator,

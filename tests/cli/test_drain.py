@@ -14,6 +14,7 @@ import pytest
 
 from prfaas.cli.drain import nodes_of, requests_left
 from tests.cli.runner import Result
+from tests.secret_files import write_secret
 
 Run = Callable[..., Result]
 KEY = "operator-key-of-a-test-0123456789abcdef"
@@ -211,7 +212,7 @@ def test_the_operator_key(gateway: Gateway, prfaas: Run, tmp_path: Path) -> None
     refused = prfaas("drain", "north", "--gateway", gateway.url)
     assert refused.code == 2 and "--operator-key-file" in refused.err and not gateway.orders
     file = tmp_path / "operator.key"
-    file.write_text(f"{KEY}\n")
+    write_secret(file, f"{KEY}\n")
     file.chmod(0o600)
     accepted = prfaas("drain", "north", "--gateway", gateway.url, "--operator-key-file", file)
     assert accepted.code == 0, accepted.err

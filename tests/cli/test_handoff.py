@@ -18,6 +18,7 @@ from prfaas.studies.single_handoff import HandoffReport, HandoffRequest, NodePai
 from tests.cli.runner import Result
 from tests.cli.test_node import EMULATED
 from tests.node.hosts import Process
+from tests.secret_files import write_secret
 
 Run = Callable[..., Result]
 SMALL = ("--set", "node.emulated.time_scale=0.01", "--", "--memory", "64MiB")
@@ -26,7 +27,7 @@ SMALL = ("--set", "node.emulated.time_scale=0.01", "--", "--memory", "64MiB")
 @pytest.fixture(scope="module")
 def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("keys") / "kvd.key"
-    file.write_text("a-key-that-is-hard-to-guess\n")
+    write_secret(file, "a-key-that-is-hard-to-guess\n")
     return file
 
 

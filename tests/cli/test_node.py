@@ -16,6 +16,7 @@ from prfaas.engine.emulated import EmulatedEngine
 from prfaas.errors import EngineError
 from tests.cli.runner import Result
 from tests.node.hosts import Process, call
+from tests.secret_files import write_secret
 from tests.waiting import PATIENCE_S, wait_until
 
 Run = Callable[..., Result]
@@ -105,11 +106,11 @@ def test_a_kvd_that_cannot_start_says_why() -> None:
 @pytest.mark.slow
 def test_a_hangup_also_reaches_the_kvd_of_its_own(tmp_path: Path) -> None:
     key = tmp_path / "member.key"
-    key.write_text("the-first-member-key\n")
+    write_secret(key, "the-first-member-key\n")
     process = Process("node", *EMULATED, "--member-key-file", str(key))
     try:
         url = process.ready(NodeReady).http
-        key.write_text("another-member-key\n")
+        write_secret(key, "another-member-key\n")
         process.popen.send_signal(signal.SIGHUP)
         wait_until(lambda: process.output.count("have been read again") == 2)
         headers = {"Authorization": "Bearer another-member-key"}

@@ -15,6 +15,7 @@ import pytest
 from prfaas.security.certificates import CertificateSet, make_certificates
 from prfaas.security.tls import server_context
 from tests.cli.runner import Result
+from tests.secret_files import write_secret
 
 
 class Service(http.server.BaseHTTPRequestHandler):
@@ -86,7 +87,7 @@ def test_a_server_leaves_before_it_is_stopped(
     prfaas: Callable[..., Result], tmp_path: Path
 ) -> None:
     key, leaving = tmp_path / "operator.key", tmp_path / "leaving"
-    key.write_text("secret\n")
+    write_secret(key, "secret\n")
     page = 'vllm:num_requests_running{{model="m"}} {}\nvllm:num_requests_waiting{{}} 0.0\n'
     pages = {"/metrics": (200, page.format("2.0"))}
     words = ["--leave-file", str(leaving), "--leave-s", "0", "--key-file", str(key)]

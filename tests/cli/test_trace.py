@@ -18,6 +18,7 @@ from prfaas.cli.trace_display import print_followed, print_kept
 from prfaas.contracts.trace_api import REQUESTS_PATH, Cause, FollowedRequest, KeptRequests
 from prfaas.tracing.spans import DECODE, GRANT, NODE_REQUEST, PREFILL, READ
 from tests.cli.runner import Result
+from tests.secret_files import write_secret
 from tests.tracing.spans_of import SpanList, summary
 
 Run = Callable[..., Result]
@@ -156,7 +157,7 @@ def test_the_operators_key_opens_the_path(prfaas: Run, gateway: Gateway, tmp_pat
     closed = prfaas("trace", "one", "--gateway", gateway.url)
     assert closed.code == 2 and "--operator-key-file" in closed.err
     file = tmp_path / "key"
-    file.write_text(f"{KEY}\n")
+    write_secret(file, f"{KEY}\n")
     file.chmod(0o600)
     given = ("--operator-key-file", file)
     assert prfaas("trace", "one", "--gateway", gateway.url, *given).code == 0

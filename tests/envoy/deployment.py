@@ -26,6 +26,7 @@ from prfaas.security.tls import trust_context
 from tests.envoy.held_node import JOURNAL, SOCKET
 from tests.gateway.backends import deployment, node, written
 from tests.node.hosts import Host, Process
+from tests.secret_files import write_secret
 from tests.waiting import wait_until
 
 TENANT_KEY, OPERATOR_KEY = "sk-behind-envoy", "the-operator-key-behind-envoy"
@@ -172,7 +173,7 @@ class Behind:
             host = f"{name}.example.net"
             issued = authority.issue(host, CERTIFICATE_DAYS)
             (self.folder / f"{name}.pem").write_bytes(issued.pem)
-            (self.folder / f"{name}.key").write_bytes(issued.key_pem)
+            write_secret(self.folder / f"{name}.key", issued.key_pem)
         self.trust = trust_context(self.ca)
         for name, accelerator in (("home0", "h20"), ("home1", "h20"), ("far0", "h200")):
             self.hosts.append(HeldHost(self.folder / name, accelerator, name))
@@ -180,7 +181,7 @@ class Behind:
             held.connect()
         *home, far = [node(held.host) for held in self.hosts]
         raw = msgspec.to_builtins(deployment(home, [far]))
-        (self.folder / "operator.key").write_text(f"{OPERATOR_KEY}\n")
+        write_secret(self.folder / "operator.key", f"{OPERATOR_KEY}\n")
         for name in GATEWAYS:
             section = {
                 "plans": name == GATEWAYS[0],

@@ -19,6 +19,7 @@ from prfaas.text import Chat, load_tokenizer
 from tests.gateway.backends import MODEL, THRESHOLD, prompt, written
 from tests.gateway.conftest import Hosts
 from tests.node.hosts import START_S, Process, call
+from tests.secret_files import write_secret
 from tests.waiting import wait_until
 
 OPERATOR = "the-operator-key-of-the-test"
@@ -29,8 +30,8 @@ LONG = [{"role": "user", "content": "Why? " * THRESHOLD}]
 @pytest.fixture(scope="module")
 def gateway(emulated: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     folder = tmp_path_factory.mktemp("gateway")
-    (folder / "key").write_text("sk-from-a-file\n")
-    (folder / "operator.key").write_text(f"{OPERATOR}\n")
+    write_secret(folder / "key", "sk-from-a-file\n")
+    write_secret(folder / "operator.key", f"{OPERATOR}\n")
     raw = msgspec.to_builtins(emulated.deployment())
     raw["model"]["max_tokens"] = 8192
     raw["gateway"] = {

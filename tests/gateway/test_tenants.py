@@ -14,6 +14,7 @@ from prfaas.contracts.readiness import GatewayReady
 from tests.gateway.backends import MODEL, prompt, written
 from tests.gateway.conftest import Hosts
 from tests.node.hosts import Process
+from tests.secret_files import write_secret
 from tests.waiting import HANG_S
 
 FLOOD = 200
@@ -26,7 +27,7 @@ LONG_TOKENS = 4_096
 async def test_a_flood_of_one_tenant_is_overtaken_by_another(
     unassigned: Hosts, tmp_path: Path
 ) -> None:
-    (tmp_path / "operator.key").write_text(f"{OPERATOR}\n")
+    write_secret(tmp_path / "operator.key", f"{OPERATOR}\n")
     raw = msgspec.to_builtins(unassigned.deployment())
     raw["gateway"] = {
         "port": 0,

@@ -12,6 +12,7 @@ from prfaas.errors import InputError
 from prfaas.integrations.vllm import member_access
 from prfaas.integrations.vllm.member_access import MemberAccess
 from prfaas.testing import FakeClock
+from tests.secret_files import write_secret
 
 OLD, NEW, OPERATOR = "o" * 32, "n" * 32, "p" * 32
 
@@ -24,8 +25,8 @@ async def serve(scope: Any, receive: Any, send: Any) -> None:
 
 @pytest.fixture
 def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "member.key").write_text(f"{OLD}\n")
-    (tmp_path / "operator.key").write_text(f"{OPERATOR}\n")
+    write_secret(tmp_path / "member.key", f"{OLD}\n")
+    write_secret(tmp_path / "operator.key", f"{OPERATOR}\n")
     (tmp_path / "leaving").touch()  # of an earlier server
     monkeypatch.setenv(member_access.MEMBER_KEY_FILE, str(tmp_path / "member.key"))
     monkeypatch.setenv(member_access.OPERATOR_KEY_FILE, str(tmp_path / "operator.key"))

@@ -25,6 +25,7 @@ from prfaas.tracing.spans import (
 )
 from prfaas.types import Grant, NotNow, TransferId
 from tests.kvd.hosts import COMPAT, SPEC, Host, begun, fill, kvd, names, prompt_of
+from tests.secret_files import write_secret
 from tests.tracing.otlp_receiver import receiver_thread
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -179,7 +180,7 @@ def test_a_grant_with_a_trace_that_is_none_is_sent(pair: tuple[Host, Host], text
 
 def test_the_path_needs_the_member_key_and_a_trace_id(tmp_path: Path) -> None:
     key = tmp_path / "key"
-    key.write_text("k" * 32 + "\n")
+    write_secret(key, "k" * 32 + "\n")
     key.chmod(0o600)
     member = SharedKey.read(key)
     trace = new_trace(sampled=False)

@@ -39,6 +39,7 @@ from prfaas.tracing.context import TRACEPARENT
 from tests.node.hosts import Process
 from tests.promises.cases import PROMPT_TOKENS, Case, ClusterCase, EventCase, HomeTraffic
 from tests.promises.stand_ins import MODEL, Pace, World, model_entry
+from tests.secret_files import write_secret
 from tests.waiting import PATIENCE_S
 
 TRAFFIC_S = 2.5  # that the traffic takes; events begin and end at shares of it
@@ -349,8 +350,8 @@ class Player:
         raw = deployment(self._case, urls, gateways)
         (self._folder / "deployment.toml").write_text(toml(raw))
         (self._folder / "catalog.toml").write_text(toml(catalog(self._case)))
-        (self._folder / "operator.key").write_text(f"{OPERATOR}\n")
-        (self._folder / "member.key").write_text(f"{MEMBER}\n")
+        write_secret(self._folder / "operator.key", f"{OPERATOR}\n")
+        write_secret(self._folder / "member.key", f"{MEMBER}\n")
 
     # Processes -----------------------------------------------------------------------------------
 

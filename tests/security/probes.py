@@ -17,6 +17,7 @@ from prfaas.node.server import NodeApi
 from prfaas.security.certificates import CertificateAuthority
 from prfaas.security.tls import client_context, trust_context
 from prfaas.service.stopping import Stopping
+from tests.secret_files import write_secret
 from tests.security.deployments import (
     NO_HEADERS,
     Answer,
@@ -71,7 +72,7 @@ def foreign_context(folder: Path, ca: Path) -> ssl.SSLContext:
     other = CertificateAuthority.new().issue("127.0.0.1", 1)
     cert, key = folder / "foreign.pem", folder / "foreign.key"
     cert.write_bytes(other.pem)
-    key.write_bytes(other.key_pem)
+    write_secret(key, other.key_pem)
     return client_context(ca, cert, key)
 
 

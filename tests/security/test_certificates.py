@@ -17,6 +17,7 @@ from prfaas.security.certificates import (
     make_certificates,
 )
 from prfaas.security.tls import SERVICE_NAME, client_context, server_context
+from tests.secret_files import write_secret
 
 
 def mode(path: Path) -> int:
@@ -65,7 +66,7 @@ def accepts(tmp_path: Path, ca: bytes, issued: IssuedCertificate, name: str) -> 
     server accepts the same certificate as that of the client."""
     files = [tmp_path / "ca.pem", tmp_path / "cert.pem", tmp_path / "key.pem"]
     for file, content in zip(files, (ca, issued.pem, issued.key_pem), strict=True):
-        file.write_bytes(content)
+        write_secret(file, content)
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     server = server_context(*files).wrap_bio(to_server, to_client, server_side=True)
     client = client_context(*files).wrap_bio(to_client, to_server, server_hostname=name)

@@ -11,6 +11,7 @@ from prfaas.contracts.kvd_api import OpenTransfer, PullPrefix
 from prfaas.errors import InputError
 from prfaas.security.shared_key import SharedKey, bearer, new_challenge
 from tests.kvd.hosts import COMPAT, begun, fill, kvd, names, prompt_of
+from tests.secret_files import write_secret
 
 KEY = "a-key-that-is-hard-to-guess"
 PROMPT = prompt_of(40)
@@ -62,13 +63,13 @@ def test_kvds_send_the_key_to_each_other(tmp_path: Path, source_key: str) -> Non
 
 def test_a_key_file_has_keys_that_cannot_be_guessed(tmp_path: Path) -> None:
     file = tmp_path / "key"
-    file.write_text(f"{KEY}\n\n  {KEY}-2 \n")
+    write_secret(file, f"{KEY}\n\n  {KEY}-2 \n")
     key = SharedKey.read(file)
     assert key.sent == KEY
     assert key.accepts(f"Bearer {KEY}") and key.accepts(f"bearer {KEY}-2")
     assert not key.accepts(f"Bearer {KEY}-3") and not key.accepts(None)
     for text in ("", "short", "two words of one key", f"{KEY}\nshort", "not-ascii-ключ-ключ"):
-        file.write_text(text)
+        write_secret(file, text)
         with pytest.raises(InputError, match="does not hold a key"):
             SharedKey.read(file)
         with pytest.raises(InputError, match="does not hold a key"):
@@ -82,10 +83,10 @@ def test_a_key_is_replaced_in_three_steps(tmp_path: Path) -> None:
     """Whichever of two processes reads its file first, each accepts what the other sends."""
     old, new = "the-old-key-of-members", "the-new-key-of-members"
     file = tmp_path / "key"
-    file.write_text(old)
+    write_secret(file, old)
     early, late = SharedKey.read(file), SharedKey.read(file)
     for step in (f"{old}\n{new}", f"{new}\n{old}", new):
-        file.write_text(step)
+        write_secret(file, step)
         early.reload()
         assert late.accepts(f"Bearer {early.sent}") and early.accepts(f"Bearer {late.sent}")
         late.reload()

@@ -22,6 +22,7 @@ from prfaas.security.certificates import CertificateSet, make_certificates
 from prfaas.security.reload import FileWatch, defer_hangup, reloading
 from prfaas.security.shared_key import SharedKey
 from prfaas.security.tls import SERVICE_NAME, TlsFiles, TlsIdentity, trust_context
+from tests.secret_files import write_secret
 from tests.waiting import HANG_S, wait_until
 
 CONNECT_S = 10.0
@@ -208,7 +209,7 @@ async def test_a_changed_file_is_read_again_without_a_signal(tmp_path: Path) -> 
     first, second = tmp_path / "..1", tmp_path / "..2"
     for number, folder in enumerate((first, second)):
         folder.mkdir()
-        (folder / "member.key").write_text(f"{number}" * 16 + "\n")
+        write_secret(folder / "member.key", f"{number}" * 16 + "\n")
     data = tmp_path / "..data"
     data.symlink_to(first.name)
     file = tmp_path / "member.key"
@@ -228,7 +229,7 @@ async def test_a_changed_file_is_read_again_without_a_signal(tmp_path: Path) -> 
 
 def test_a_watch_sees_each_change_once(tmp_path: Path) -> None:
     file = tmp_path / "operator.key"
-    file.write_text("a" * 16)
+    write_secret(file, "a" * 16)
     watch = FileWatch([SharedKey.read(file)])
     assert watch.has_changed()  # it may have changed since the process has read it
     assert not watch.has_changed()

@@ -25,6 +25,7 @@ from prfaas.security.tls import client_context
 from tests.gateway.backends import MODEL, THRESHOLD, deployment, prompt, written
 from tests.gateway.conftest import QUICK
 from tests.node.hosts import Process
+from tests.secret_files import write_secret
 from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.grid
@@ -46,14 +47,14 @@ class Secrets:
         for name in ("member", "operator", "tenant"):
             self.old[name], self.new[name] = secrets.token_hex(16), secrets.token_hex(16)
         self.write_keys(self.old)
-        (self.folder / "salt.key").write_text(secrets.token_hex(32))
+        write_secret(self.folder / "salt.key", secrets.token_hex(32))
         self.trust(self.cas[0])
         self.use(self.cas[0])
 
     def write_keys(self, *keys: dict[str, str]) -> None:
         for name in self.old:
             lines = "".join(f"{each[name]}\n" for each in keys)
-            (self.folder / f"{name}.key").write_text(lines)
+            write_secret(self.folder / f"{name}.key", lines)
 
     def trust(self, *cas: CertificateSet) -> None:
         (self.folder / "ca.pem").write_text("".join(made.ca.read_text() for made in cas))

@@ -15,6 +15,7 @@ import pytest
 from prfaas.errors import InputError
 from prfaas.security.certificates import CertificateSet, make_certificates
 from prfaas.security.tls import SERVICE_NAME, client_context, server_context
+from tests.secret_files import write_secret
 from tests.waiting import PATIENCE_S
 
 TIMEOUT_S = PATIENCE_S
@@ -177,7 +178,7 @@ def test_wrong_files_are_named(
     junk = tmp_path / "junk.pem"
     junk.write_text("hello")
     locked = tmp_path / "encrypted.key"
-    locked.write_bytes(_encrypted(made.server_key))
+    write_secret(locked, _encrypted(made.server_key))
     for files, expected in (
         ((none, made.server, made.server_key), f"{none}: no such file; check the path"),
         ((made.ca, none, made.server_key), f"{none}: no such file; check the path"),

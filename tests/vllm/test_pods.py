@@ -24,6 +24,7 @@ from prfaas.security.shared_key import bearer
 from prfaas.security.tls import client_context
 from tests.launch.kubernetes.pod_deployment import PodDeployment, gateway_address
 from tests.launch.kubernetes.pod_processes import Pod
+from tests.secret_files import write_secret
 from tests.security.deployments import send, write_catalog
 from tests.vllm.on_a_cpu import SETTINGS, on_a_cpu
 from tests.waiting import HANG_S, wait_until
@@ -99,7 +100,7 @@ class VllmPods(PodDeployment):
             issued = authority.issue(address, OPTIONS.days, more=names)
             at = self.k8s / cluster / "overlay" / "secrets" / SECRET
             (at / "cert.pem").write_bytes(issued.pem)
-            (at / "key.pem").write_bytes(issued.key_pem)
+            write_secret(at / "key.pem", issued.key_pem)
 
     def mount_models(self) -> None:
         for pod in self.pods.values():

@@ -15,6 +15,7 @@ from typing import Any
 
 from prfaas.config.tls import TlsSection
 from prfaas.errors import InputError
+from prfaas.security.secret_file import check_private
 
 # Every server certificate of `prfaas certs` and `prfaas init` carries this name in addition to its
 # hosts. A client that reaches its peer through a relay or a changing address checks this name
@@ -211,6 +212,7 @@ def _load_pair(context: ssl.SSLContext, cert: Path, key: Path) -> ssl.SSLContext
         broken = key if _is_certificate(cert) else cert
         what = "private key" if broken == key else "certificate"
         raise InputError(f"is not a {what}", file=broken, fix=_FORM) from None
+    check_private(key)  # now: until here it may have been another file
     return context
 
 

@@ -16,6 +16,7 @@ from prfaas.gateway.console.sessions import (
     TooManyFailures,
 )
 from prfaas.security.shared_key import SharedKey
+from tests.secret_files import write_secret
 
 KEY, OTHER = "k" * 32, "o" * 32
 
@@ -55,7 +56,7 @@ def test_a_further_login_ends_the_oldest_session() -> None:
 def test_a_session_ends_when_its_key_is_removed(tmp_path: Path) -> None:
     file = tmp_path / "operator.key"
     file.touch(0o600)
-    file.write_text(f"{KEY}\n{OTHER}\n")
+    write_secret(file, f"{KEY}\n{OTHER}\n")
     key = SharedKey.read(file)
     sessions = Sessions(key)
     old, new = logged_in(sessions, key=KEY), logged_in(sessions, key=OTHER)

@@ -34,6 +34,7 @@ from prfaas.launch.new_deployment.host_files import (
 )
 from prfaas.launch.services.places import CA, CERT, DEPLOYMENT, KEY, MEMBER_KEY, OPERATOR_KEY, SALT
 from prfaas.security.certificates import CertificateAuthority, IssuedCertificate
+from prfaas.security.secret_file import check_private
 
 ANSWERS = "init.json"
 _CA_KEY = "ca.key"
@@ -128,6 +129,7 @@ def renew_certificates(folder: Path) -> Answers:
 
 
 def read_authority(folder: Path) -> CertificateAuthority:
+    check_private(folder / _CA_KEY)
     ca, key = (folder / CA).read_bytes(), (folder / _CA_KEY).read_bytes()
     try:
         return CertificateAuthority.parse(ca, key)
