@@ -18,7 +18,7 @@ LIFETIME_S = 12 * 3600.0
 MOST_SESSIONS = 64  # a further login ends the oldest
 TOKEN_BYTES = 32
 # Failed logins in a minute, of one address and of all together. A key has 16 characters or more, so
-# that this is not what keeps a guess from succeeding; it bounds the work and the log.
+# that this is not what keeps a guess from succeeding; it bounds the log.
 WINDOW_S = 60.0
 MOST_FAILURES = 10
 MOST_FAILURES_OF_ALL = 100
@@ -46,7 +46,7 @@ class FailedLogins:
         self._all: deque[tuple[float, str]] = deque()  # time and address, at most the limit of all
 
     def check(self, address: str, now_s: float) -> None:
-        """Raises `TooManyFailures` when the address has to wait before its next login."""
+        """Raises `TooManyFailures` when a further failure of the address is one too many."""
         while self._all and self._all[0][0] <= now_s - WINDOW_S:
             self._all.popleft()
         own = [at_s for at_s, failed in self._all if failed == address]
@@ -71,10 +71,11 @@ class Sessions:
 
     def log_in(self, key: str, address: str, now_s: float) -> str | None:
         """The token of a new session; None: the key is not the operator key. Raises
-        `TooManyFailures`, whatever the key is."""
-        self._failed.check(address, now_s)
+        `TooManyFailures` for a wrong key after too many others: the right one always opens a
+        session, or whoever shares an address with the operator could lock them out."""
         found = None if self._operator is None else self._operator.recognise(key)
         if found is None:
+            self._failed.check(address, now_s)
             self._failed.record(address, now_s)
             return None
         self._drop_ended(now_s)
