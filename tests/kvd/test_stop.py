@@ -118,7 +118,7 @@ async def test_a_client_that_leaves_ends_its_wait(tmp_path: Path) -> None:
         idle = len(asyncio.all_tasks())
         clients = [await asyncio.open_connection(*address) for _ in range(20)]
         for _, writer in clients:
-            writer.write(b"GET /v1/events?since=0&wait_s=60 HTTP/1.1\r\nHost: kvd\r\n\r\n")
+            writer.write(b"GET /v1/events?since=0&wait_s=60 HTTP/1.1\r\nHost: localhost\r\n\r\n")
         await until(lambda: len(asyncio.all_tasks()) >= idle + 20)
         for _, writer in clients:
             writer.transport.abort()

@@ -41,6 +41,7 @@ from prfaas.gateway.turns import Turns
 from prfaas.listening import listen, service_url
 from prfaas.planner.network.problem import NetworkProblem
 from prfaas.planner.problem import Problem
+from prfaas.security.own_host import OwnHost
 from prfaas.security.reload import reloading
 from prfaas.security.tls import TlsIdentity
 from prfaas.service.descriptors import raise_descriptor_limit
@@ -159,6 +160,7 @@ async def serving(
                 Observers(observers) if len(observers) > 1 else history,
                 samples=exporter is not None,
             ),
+            OwnHost.of(section.host, insecure=section.insecure or options.credentials.insecure),
         )
         console: ConsolePaths | None = None
         if scenes is not None and recent is not None:

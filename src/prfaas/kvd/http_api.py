@@ -58,6 +58,7 @@ from prfaas.errors import InputError, TransferFailed
 from prfaas.http_client.client import HttpClient
 from prfaas.kvd.http_messages import (
     RequestBodies,
+    foreign,
     incompatible,
     json_response,
     number,
@@ -76,6 +77,7 @@ from prfaas.kvd.transfers.incoming import NO_ENGINE, IncomingTransfers
 from prfaas.kvd.transfers.outgoing import OutgoingTransfers
 from prfaas.kvd.transfers.prefix_pull import pull
 from prfaas.kvd.transfers.transfer_spans import transfer_attributes
+from prfaas.security.own_host import OwnHost, refuse_foreign
 from prfaas.security.peers import PeerRules
 from prfaas.security.shared_key import SharedKey, require_key
 from prfaas.service.probes import add_probes
@@ -121,14 +123,20 @@ class HttpApi:
         self._document = b""
 
     def app(
-        self, member: SharedKey | None = None, operator: SharedKey | None = None
+        self,
+        member: SharedKey | None = None,
+        operator: SharedKey | None = None,
+        own_host: OwnHost | None = None,
     ) -> web.Application:
+        """`own_host` applies without a member key."""
         log_malformed_requests_briefly()
         self._key = member
         self._document = openapi(with_keys=member is not None)
         checks = []
         if member is not None:
             checks.append(require_key(unauthorized, member, operator, OPEN_PATHS))
+        elif own_host is not None:
+            checks.append(refuse_foreign(own_host, foreign, OPEN_PATHS))
         app = web.Application(middlewares=[*checks, respond_to_errors])
         add_probes(app, "kvd", self._stopping, lambda: "" if self.url else "not listening yet")
         app.add_routes(

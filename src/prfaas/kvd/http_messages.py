@@ -14,6 +14,7 @@ from aiohttp.typedefs import Handler
 
 from prfaas.contracts.kvd_api import LONGEST_WAIT_S, KvdErrorBody
 from prfaas.errors import InputError, PeerError, PeerForbidden, RequestError
+from prfaas.security.own_host import Refusal
 from prfaas.service.request_body import BodyLimits, DamagedBody
 from prfaas.types import Compat, TransferId
 
@@ -121,6 +122,10 @@ def unauthorized() -> web.Response:
     answer = json_response(problem, status=401)
     answer.headers["WWW-Authenticate"] = "Bearer"
     return answer
+
+
+def foreign(refusal: Refusal) -> web.Response:
+    return json_response(KvdErrorBody("forbidden", refusal.message), status=403)
 
 
 def unknown_transfer(transfer_id: TransferId) -> web.Response:

@@ -36,6 +36,7 @@ from prfaas.kvd.transfers.outgoing import OutgoingTransfers
 from prfaas.lateness import LatenessMonitor
 from prfaas.listening import listen, reachable
 from prfaas.security.exposure import Protection, is_loopback, refuse_exposure
+from prfaas.security.own_host import OwnHost
 from prfaas.security.peers import PeerRules
 from prfaas.security.reload import reloading
 from prfaas.security.shared_key import SharedKey
@@ -178,7 +179,8 @@ async def run_kvd(
         )
         stopping = stopping or Stopping()
         api = HttpApi(store, incoming, outgoing, reporter, http, peers, stopping, clock, recorder)
-        app = api.app(options.member_key, options.operator_key)
+        own_host = OwnHost.of(options.http.host, insecure=options.insecure)
+        app = api.app(options.member_key, options.operator_key, own_host)
         served = await _serve_http(stack, app, options.http, tls.member_http() if tls else None)
         scheme = "https" if tls else "http"
         api.url = http_url = f"{scheme}://{reachable(served, options.advertise)}"

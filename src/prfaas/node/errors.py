@@ -15,6 +15,7 @@ from prfaas.types import NotNow
 Code: TypeAlias = Literal[
     "invalid_request",
     "unauthorized",
+    "forbidden",
     "model_not_found",
     "not_found",  # a path that is not served
     "method_not_allowed",
@@ -31,6 +32,7 @@ Code: TypeAlias = Literal[
 _STATUS: dict[Code, int] = {
     "invalid_request": 400,
     "unauthorized": 401,
+    "forbidden": 403,
     "model_not_found": 404,
     "not_found": 404,
     "method_not_allowed": 405,
@@ -46,6 +48,7 @@ _STATUS: dict[Code, int] = {
 _TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
+    403: "PermissionDeniedError",
     404: "NotFoundError",
     405: "BadRequestError",
     408: "BadRequestError",

@@ -29,6 +29,7 @@ from prfaas.node.metrics import NodeMetrics
 from prfaas.node.request_reader import NodeModel
 from prfaas.node.request_runner import open_request_runner
 from prfaas.node.server import NodeApi
+from prfaas.security.own_host import OwnHost
 from prfaas.security.reload import reloading
 from prfaas.security.shared_key import SharedKey
 from prfaas.security.tls import TlsIdentity
@@ -147,7 +148,8 @@ async def run_node(
             lambda: "" if client.connected else "the node's kvd does not answer",
             recorder,
         )
-        application = api.application(member_key, operator_key)
+        own_host = OwnHost.of(settings.host, insecure=settings.insecure)
+        application = api.application(member_key, operator_key, own_host)
         # Cancels the handler of a client that hangs up, even while nothing is written to it.
         runner = web.AppRunner(application, handler_cancellation=True, access_log=None)
         await runner.setup()

@@ -28,6 +28,7 @@ from prfaas.node.request_schema import GenerationRequest
 from prfaas.node.request_spans import RequestSpans
 from prfaas.node.responses import DONE, error_piece, whole_response
 from prfaas.node.served.fields import served_fields
+from prfaas.security.own_host import OwnHost, Refusal, refuse_foreign
 from prfaas.security.shared_key import SharedKey, require_key
 from prfaas.service.probes import add_probes
 from prfaas.service.request_body import DamagedBody, log_malformed_requests_briefly
@@ -65,14 +66,19 @@ class NodeApi:
         self._document = b""
 
     def application(
-        self, member: SharedKey | None = None, operator: SharedKey | None = None
+        self,
+        member: SharedKey | None = None,
+        operator: SharedKey | None = None,
+        own_host: OwnHost | None = None,
     ) -> web.Application:
         """With a member key, every path except `OPEN_PATHS` requires it. The operator key opens
-        /metrics."""
+        /metrics. `own_host` applies without a member key."""
         log_malformed_requests_briefly()
         checks = []
         if member is not None:
             checks.append(require_key(_unauthorized, member, operator, OPEN_PATHS))
+        elif own_host is not None:
+            checks.append(refuse_foreign(own_host, _foreign, OPEN_PATHS))
         self._document = openapi(with_keys=member is not None)
         app = web.Application(middlewares=[*checks, _errors])
         add_probes(app, "node", self._stopping, self._problem)
@@ -314,6 +320,11 @@ def _unauthorized() -> web.Response:
     problem = request_error("unauthorized", "this node requires the member key as a bearer token")
     headers = {"WWW-Authenticate": "Bearer"}
     return _json(errors.error_body(problem), status=problem.status, headers=headers)
+
+
+def _foreign(refusal: Refusal) -> web.Response:
+    problem = request_error("forbidden", refusal.message)
+    return _json(errors.error_body(problem), status=problem.status)
 
 
 def _json(

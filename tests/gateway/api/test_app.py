@@ -338,7 +338,8 @@ async def test_a_slow_client_slows_down_reading_from_the_engine(
     async with api_server(timeouts={"stall_s": 0.5}) as server:
         _, writer = await asyncio.open_connection(*server.address, limit=1024)
         body = msgspec.json.encode({**GOOD, "stream": True})
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: [::1]\r\n"
+        head += f"Content-Length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
         while not requests_with("stalled", (await server.get("/metrics"))[1].decode()):
             pass
@@ -355,7 +356,8 @@ async def test_a_client_that_disconnects_during_a_stream_is_not_an_error(
     async with api_server() as server:
         reader, writer = await asyncio.open_connection(*server.address)
         body = msgspec.json.encode({**GOOD, "stream": True})
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: [::1]\r\n"
+        head += f"Content-Length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
         await reader.readuntil(b"data:")
         writer.transport.abort()

@@ -272,8 +272,8 @@ def test_malformed_messages_are_refused(server: Server) -> None:
     [
         b"GARBAGE\r\n\r\n",
         b"GET / HTTP/9.9\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + b"y" * 100_000 + b"\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Length: -5\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: [::1]\r\nX-Long: " + b"y" * 100_000 + b"\r\n\r\n",
         b"GET /health HTTP/1.1\r\n" + b"A: b\r\n" * 50_000 + b"\r\n",
     ],
 )
@@ -292,7 +292,7 @@ def test_data_that_is_not_http_gets_400(server: Server, raw: bytes) -> None:
 
 def test_a_body_with_a_too_large_content_length_is_not_read(server: Server) -> None:
     with socket.create_connection(server.address, timeout=HANG_S) as client:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {10**12}\r\n\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Length: {10**12}\r\n\r\n"
         client.sendall(head.encode())
         assert client.recv(4096).startswith(b"HTTP/1.1 413")
 
@@ -301,7 +301,7 @@ def pour(server: Server) -> int:
     """Sends an endless body as fast as the server reads it. Returns the number of bytes sent."""
     sent = 0
     with socket.create_connection(server.address, timeout=HANG_S) as client:
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: [::1]\r\nTransfer-Encoding: chunked\r\n\r\n"
         client.sendall(head.encode())
         chunk = b"%x\r\n" % 100_000 + b" " * 100_000 + b"\r\n"
         try:
@@ -335,11 +335,15 @@ def test_memory_is_bounded_under_a_flood(server: Server) -> None:
 
 def test_slow_bodies_time_out(impatient: Server) -> None:
     with socket.create_connection(impatient.address, timeout=HANG_S) as client:
-        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{")
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Length: 50\r\n\r\n{"
+        )
         assert client.recv(4096).startswith(b"HTTP/1.1 408")
 
 
-@pytest.mark.parametrize("sent", [b"", b"POST /v1/comple", b"GET /health HTTP/1.1\r\nHost: x\r\n"])
+@pytest.mark.parametrize(
+    "sent", [b"", b"POST /v1/comple", b"GET /health HTTP/1.1\r\nHost: [::1]\r\n"]
+)
 def test_slow_headers_time_out(impatient: Server, sent: bytes) -> None:
     with socket.create_connection(impatient.address, timeout=HANG_S) as client:
         client.sendall(sent)

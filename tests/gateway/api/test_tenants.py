@@ -122,7 +122,7 @@ async def begin_body(server: ApiServer, key: str, nbytes: int) -> asyncio.Stream
     """Sends so many bytes of a body whose end does not come."""
     _, writer = await asyncio.open_connection(*server.address)
     writer.write(
-        b"POST /v1/completions HTTP/1.1\r\nHost: gateway\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
         b"Authorization: Bearer %b\r\nContent-Length: %d\r\n\r\n" % (key.encode(), nbytes + 1)
     )
     writer.write(b" " * nbytes)

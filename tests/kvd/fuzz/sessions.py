@@ -340,7 +340,7 @@ def http_bytes(request: Request, body: bytes | None) -> bytes:
     """The request as it is sent. `body` may differ from the request's."""
     query = "&".join(f"{quote(name)}={quote(value)}" for name, value in request.query.items())
     target = f"{request.path}?{query}" if query else request.path
-    head = f"{request.method} {target} HTTP/1.1\r\nHost: kvd\r\n"
+    head = f"{request.method} {target} HTTP/1.1\r\nHost: localhost\r\n"
     if body is not None:
         head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
     return f"{head}\r\n".encode("utf-8", "surrogateescape") + (body or b"")

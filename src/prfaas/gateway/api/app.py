@@ -20,7 +20,7 @@ from prfaas.contracts.kvd_api import Heartbeat
 from prfaas.errors import InputError, RequestError, StreamBroken
 from prfaas.gateway.api.body_limits import BodyReader
 from prfaas.gateway.api.content_encoding import too_large
-from prfaas.gateway.api.credentials import REGISTER, GatewayCredentials
+from prfaas.gateway.api.credentials import OPEN_PATHS, REGISTER, GatewayCredentials
 from prfaas.gateway.api.error_responses import bad_input, error_response, of_http
 from prfaas.gateway.api.openapi import openapi
 from prfaas.gateway.api.prompts import Prompts
@@ -31,6 +31,7 @@ from prfaas.gateway.generation import GenerationApi, Limits, Sender
 from prfaas.gateway.peers.paths import DeploymentPaths
 from prfaas.gateway.request import Backend
 from prfaas.gateway.tokenization import TOKENIZE_PATHS, TokenizationApi
+from prfaas.security.own_host import OwnHost
 
 _LOG = logging.getLogger(__name__)
 _HEARTBEAT_BYTES = 2 << 20  # as a gateway accepts of the report itself, when it polls a kvd
@@ -71,7 +72,10 @@ class GatewayApi:
         body_reader: BodyReader,
         limits: Limits,
         request_log: RequestLog,
+        own_host: OwnHost | None = None,
     ) -> None:
+        """`own_host` applies while tenants have no keys."""
+        self._own_host = own_host
         self._model = model
         self._backend = backend
         self._credentials = credentials
@@ -150,7 +154,16 @@ class GatewayApi:
         if self._console is not None and self._console.has(request.path):
             self._console.admit(request)
             return ""
+        if self._own_host is not None and not self._credentials.locked:
+            self._refuse_foreign(request, self._own_host)
         return self._credentials.admit(request.path, request.headers.get("Authorization"))
+
+    def _refuse_foreign(self, request: web.Request, own_host: OwnHost) -> None:
+        if request.path in OPEN_PATHS:
+            return
+        refusal = own_host.refusal(request.method, request.headers)
+        if refusal is not None:
+            raise RequestError(403, refusal.code, refusal.message)
 
     # Completions and chats ------------------------------------------------------------------------
 

@@ -106,6 +106,11 @@ class GatewayCredentials:
         return self._keyring.locked
 
     @property
+    def insecure(self) -> bool:
+        """Whether the operator has accepted the risk of a gateway that protects itself less."""
+        return self._insecure
+
+    @property
     def operator(self) -> SharedKey | None:
         """The operator key; None: there is none."""
         return self._operator

@@ -8,10 +8,8 @@ or by its configured host.
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 from typing import Any
-from urllib.parse import urlsplit
 
 from aiohttp import web
 
@@ -20,6 +18,14 @@ from prfaas.console.page import STYLE
 from prfaas.errors import RequestError
 from prfaas.gateway.api.credentials import GatewayCredentials
 from prfaas.gateway.console.sessions import LIFETIME_S, Sessions
+from prfaas.security.own_host import (
+    CROSS_SITE,
+    SAFE_METHODS,
+    UNKNOWN_HOST,
+    host_name,
+    is_address,
+    is_own_origin,
+)
 
 _LOG = logging.getLogger(__name__)
 PAGE = "/"
@@ -27,7 +33,6 @@ PREFIX = "/console/"
 LOGIN = f"{PREFIX}login"
 ASSETS = f"{PREFIX}assets/"
 _STYLE_PATH = f"{ASSETS}{STYLE}"  # of the login page
-_SAFE = ("GET", "HEAD")
 _LONGEST_TOKEN = 128
 
 
@@ -68,7 +73,7 @@ class ConsoleAccess:
                 )
             self._check_host(request)
         path = request.path
-        if not (request.method in _SAFE and (path == PAGE or path.startswith(ASSETS))):
+        if not (request.method in SAFE_METHODS and (path == PAGE or path.startswith(ASSETS))):
             _check_origin(request)
         if path not in (PAGE, LOGIN, _STYLE_PATH) and not self.is_logged_in(request):
             raise RequestError(
@@ -107,49 +112,20 @@ class ConsoleAccess:
         )
 
     def _check_host(self, request: web.Request) -> None:
-        name = _host_name(f"//{request.headers.get('Host', '')}")
-        if name is None or not (name == "localhost" or name == self._host or _is_address(name)):
+        name = host_name(f"//{request.headers.get('Host', '')}")
+        if name is None or not (name == "localhost" or name == self._host or is_address(name)):
             raise RequestError(
                 403,
-                "unknown_host",
+                UNKNOWN_HOST,
                 "the console without a login is only served under the gateway's address; use that, "
                 "or set gateway.operator_key_file",
             )
 
 
 def _check_origin(request: web.Request) -> None:
-    """Raises `RequestError` for a request that a page of another origin has made. Browsers say so
-    in `Sec-Fetch-Site`, or where they do not send that, in `Origin`."""
-    site = request.headers.get("Sec-Fetch-Site")
-    if site is not None:
-        is_own = site == "same-origin" or (site == "none" and request.method in _SAFE)
-    else:
-        origin = request.headers.get("Origin")
-        # Browsers send an origin with every request that is not a GET.
-        is_own = origin is None and request.method in _SAFE
-        if origin is not None:
-            is_own = _netloc(origin) == request.headers.get("Host", "").lower()
-    if not is_own:
-        raise RequestError(403, "cross_site", "the console accepts requests of its own pages only")
-
-
-def _netloc(url: str) -> str | None:
-    try:
-        return urlsplit(url).netloc.lower() or None
-    except ValueError:
-        return None
-
-
-def _host_name(url: str) -> str | None:
-    try:
-        return urlsplit(url).hostname
-    except ValueError:
-        return None
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
+    """Raises `RequestError` for a request that a page of another origin has made. Browsers name the
+    origin of every request that is not a GET."""
+    headers = request.headers
+    told = request.method in SAFE_METHODS or "Sec-Fetch-Site" in headers or "Origin" in headers
+    if not told or not is_own_origin(request.method, headers):
+        raise RequestError(403, CROSS_SITE, "the console accepts requests of its own pages only")
