@@ -134,6 +134,10 @@ class GatewaySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether the gateway may listen on more than loopback without API keys and TLS, and whether
     kvds may register without a member key. Then every process that reaches it can use the
     deployment and join it."""
+    proxies: list[str] = []
+    """Addresses and networks of proxies before the gateway, such as 10.0.0.7 or 10.0.0.0/24. One
+    address may have half of the gateway's connections; these may have more, because their
+    connections are those of many clients."""
     console: bool = False
     """Whether the gateway serves its console, a page for browsers, at `/`. It shows what
     `/prfaas/v1/state` has, after a login with the operator key, and needs that key where there are

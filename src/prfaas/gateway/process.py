@@ -44,6 +44,13 @@ from prfaas.planner.problem import Problem
 from prfaas.security.own_host import OwnHost
 from prfaas.security.reload import reloading
 from prfaas.security.tls import TlsIdentity
+from prfaas.service.bounded_site import BoundedSite, Connections
+from prfaas.service.connections import (
+    ConnectionTable,
+    Proxies,
+    bounds_of_process,
+    most_of_gateway,
+)
 from prfaas.service.descriptors import raise_descriptor_limit
 from prfaas.service.probes import add_probes
 from prfaas.service.request_body import log_malformed_requests_briefly
@@ -174,7 +181,12 @@ async def serving(
         app = api.application(
             console, FollowingPaths(history, backend, deployment.model.name, clock)
         )
-        log_malformed_requests_briefly()
+        most = most_of_gateway(section.max_in_flight)
+        connections = Connections(
+            "gateway", ConnectionTable(bounds_of_process(most), Proxies(section.proxies))
+        )
+        connections.watch(app)
+        metrics.include(connections.metrics)
         add_probes(app, "gateway", stopping or Stopping(), backend.unready_reason)
         runner = web.AppRunner(
             app,
@@ -194,7 +206,7 @@ async def serving(
         await runner.setup()
         try:
             context = options.tls.public_http() if options.tls is not None else None
-            await web.SockSite(runner, listening, ssl_context=context).start()
+            await BoundedSite(runner, listening, connections, ssl_context=context).start()
             async with measure_lag(metrics.observe_lag):
                 yield service_url(listening, tls=options.tls is not None)
         finally:

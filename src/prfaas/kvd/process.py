@@ -41,6 +41,8 @@ from prfaas.security.peers import PeerRules
 from prfaas.security.reload import reloading
 from prfaas.security.shared_key import SharedKey
 from prfaas.security.tls import SERVICE_NAME, TlsIdentity
+from prfaas.service.bounded_site import BoundedSite, Connections
+from prfaas.service.connections import ConnectionTable, bounds_of_process
 from prfaas.service.descriptors import raise_descriptor_limit
 from prfaas.service.stopping import Stopping
 from prfaas.supervision import Failures, repeat
@@ -168,7 +170,9 @@ async def run_kvd(
         engines = EngineSocketServer(
             store, incoming, outgoing, PinnedPrefixes(store, clock), address
         )
+        connections = Connections("kvd", ConnectionTable(bounds_of_process()))
         reporter = Reporter(store, incoming, outgoing, engines, links, listener, lateness)
+        reporter.include(connections.metrics)
         # Other kvds and the gateways of this kvd's configuration: both may see the member key.
         http = await stack.enter_async_context(
             open_client(
@@ -181,7 +185,8 @@ async def run_kvd(
         api = HttpApi(store, incoming, outgoing, reporter, http, peers, stopping, clock, recorder)
         own_host = OwnHost.of(options.http.host, insecure=options.insecure)
         app = api.app(options.member_key, options.operator_key, own_host)
-        served = await _serve_http(stack, app, options.http, tls.member_http() if tls else None)
+        context = tls.member_http() if tls else None
+        served = await _serve_http(stack, app, connections, options.http, context)
         scheme = "https" if tls else "http"
         api.url = http_url = f"{scheme}://{reachable(served, options.advertise)}"
         engines.http_url = http_url
@@ -240,9 +245,14 @@ def _refuse_exposure(options: KvdOptions) -> None:
 
 
 async def _serve_http(
-    stack: AsyncExitStack, app: web.Application, address: Address, tls: ssl.SSLContext | None
+    stack: AsyncExitStack,
+    app: web.Application,
+    connections: Connections,
+    address: Address,
+    tls: ssl.SSLContext | None,
 ) -> Address:
     # A client that leaves ends its handler: a wait for an event would go on for up to a minute.
+    connections.watch(app)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
@@ -250,7 +260,7 @@ async def _serve_http(
         listening = listen(*address)
     except InputError as error:
         raise InputError(f"{address}: {error.problem}", where="--http") from None
-    await web.SockSite(runner, listening, ssl_context=tls).start()
+    await BoundedSite(runner, listening, connections, ssl_context=tls).start()
     return Address(*listening.getsockname()[:2])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -29,7 +29,7 @@ from prfaas.kvd.transfers.incoming import IncomingTransfers
 from prfaas.kvd.transfers.links import Links
 from prfaas.kvd.transfers.outgoing import OutgoingTransfers
 from prfaas.lateness import LatenessMonitor
-from prfaas.service.exposition import render_metrics
+from prfaas.service.exposition import include, render_metrics
 from prfaas.transport.listener import Listener
 from prfaas.transport.workers.pool import WorkerPool
 from prfaas.types import Form, LinkStats
@@ -120,6 +120,10 @@ class Reporter:
             more_pools=pools[1:],
             records=tuple(self.records),
         )
+
+    def include(self, collect: Callable[[], Iterable[Metric]]) -> None:
+        """Adds the metrics that `collect` returns to the page."""
+        include(self._registry, collect)
 
     def metrics(self) -> bytes:
         return render_metrics(self._registry)

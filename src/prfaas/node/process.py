@@ -33,7 +33,10 @@ from prfaas.security.own_host import OwnHost
 from prfaas.security.reload import reloading
 from prfaas.security.shared_key import SharedKey
 from prfaas.security.tls import TlsIdentity
+from prfaas.service.bounded_site import BoundedSite, Connections
+from prfaas.service.connections import ConnectionTable, bounds_of_process
 from prfaas.service.descriptors import raise_descriptor_limit
+from prfaas.service.exposition import include
 from prfaas.service.stopping import Stopping
 from prfaas.text import ModelTokenizer
 from prfaas.tracing.otlp import chosen_exporter
@@ -151,11 +154,14 @@ async def run_node(
         own_host = OwnHost.of(settings.host, insecure=settings.insecure)
         application = api.application(member_key, operator_key, own_host)
         # Cancels the handler of a client that hangs up, even while nothing is written to it.
+        connections = Connections("node", ConnectionTable(bounds_of_process()))
+        connections.watch(application)
+        include(metrics.registry, connections.metrics)
         runner = web.AppRunner(application, handler_cancellation=True, access_log=None)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         context = tls.member_http() if tls is not None else None
-        await web.SockSite(runner, listening, ssl_context=context).start()
+        await BoundedSite(runner, listening, connections, ssl_context=context).start()
         if kvd.url is not None:
             http = await stack.enter_async_context(
                 open_client(

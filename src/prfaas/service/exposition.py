@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
@@ -31,6 +31,22 @@ class _Common(Collector):
             "Lines of the log that were dropped, because standard error did not take them in time.",
             dropped_lines(),
         )
+
+
+def include(registry: CollectorRegistry, collect: Callable[[], Iterable[Metric]]) -> None:
+    """Adds the metrics that `collect` returns to the registry's page."""
+    registry.register(_Included(collect))
+
+
+class _Included(Collector):
+    def __init__(self, collect_metrics: Callable[[], Iterable[Metric]]) -> None:
+        self._collect_metrics = collect_metrics
+
+    def describe(self) -> list[Metric]:
+        return []  # a name that is taken already fails when it is collected
+
+    def collect(self) -> Iterable[Metric]:
+        return self._collect_metrics()
 
 
 class _WithoutTimes(Collector):

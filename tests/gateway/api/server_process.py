@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import sys
 
 from prfaas.engine.emulated.pace import Scales
 from tests.gateway.api.api_server import api_server
 
 
-async def main(body_mb: float, patience_s: float) -> None:
+async def main(body_mb: float, patience_s: float, descriptors: int) -> None:
+    if descriptors:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
     limits = {
         "max_body_mb": body_mb,
         "max_bodies_mb": 4 * body_mb,
@@ -24,4 +27,4 @@ async def main(body_mb: float, patience_s: float) -> None:
 
 
 # This is a process's entry point.
-asyncio.run(main(float(sys.argv[1]), float(sys.argv[2])))
+asyncio.run(main(float(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])))

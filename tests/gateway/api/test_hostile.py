@@ -7,6 +7,7 @@ import gzip
 import http.client
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -34,7 +35,10 @@ MANY = settings(max_examples=40, suppress_health_check=list(HealthCheck))
 class Server:
     """The API server in another process."""
 
-    def __init__(self, patience_s: float, body_mb: float = BODY_MB) -> None:
+    def __init__(
+        self, patience_s: float, body_mb: float = BODY_MB, *, descriptors: int = 0
+    ) -> None:
+        """`descriptors`: that it may have; 0: as many as this process."""
         self._popen = subprocess.Popen(
             [
                 sys.executable,
@@ -42,6 +46,7 @@ class Server:
                 "tests.gateway.api.server_process",
                 str(body_mb),
                 str(patience_s),
+                str(descriptors),
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -391,3 +396,28 @@ def test_streams_are_unharmed_while_clients_send_hostile_bodies() -> None:
     found = json.loads(done.stdout)
     assert found["held"]["streams"] and found["held"]["memory"], found
     assert found["answers"] and not any(": 500" in answer for answer in found["answers"]), found
+
+
+# Connections -------------------------------------------------------------------------------------
+
+
+def test_idle_connections_of_one_address_lock_no_other_client_out() -> None:
+    server = Server(HANG_S, descriptors=256)
+    idle = [socket.create_connection(server.address, PATIENCE_S) for _ in range(400)]
+    try:
+        connection = http.client.HTTPConnection(
+            *server.address, timeout=PATIENCE_S, source_address=("127.0.0.2", 0)
+        )
+        body = b'{"prompt": [1], "max_tokens": 1}'
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        assert (answer.status, json.loads(answer.read())["object"]) == (200, "text_completion")
+        connection.request("GET", "/metrics")
+        page = connection.getresponse().read().decode()
+        connection.close()
+    finally:
+        for one in idle:
+            one.close()
+        server.close()
+    closed = re.search(r'closed_connections_total{reason="address"} (\d+)', page)
+    assert closed is not None and int(closed[1]) >= 400 - 96 / 2

@@ -9,14 +9,13 @@ from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 
 from prfaas.contracts.openai import Usage
 from prfaas.gateway.api.loop_lag import Lag, LargestLag
 from prfaas.gateway.api.response_stream import CutShort
 from prfaas.gateway.exposition.reasons import label_of
 from prfaas.gateway.request import RequestTrace
-from prfaas.service.exposition import render_metrics
+from prfaas.service.exposition import include, render_metrics
 
 _LAG_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160)
@@ -201,7 +200,7 @@ class ApiMetrics:
 
     def include(self, collect: Callable[[], Iterable[Metric]]) -> None:
         """Adds the metrics that `collect` returns to the page."""
-        self.registry.register(_Included(collect))
+        include(self.registry, collect)
 
     def render(self) -> bytes:
         return render_metrics(self.registry)
@@ -282,17 +281,6 @@ class ApiMetrics:
         return Histogram(
             f"prfaas_gateway_{name}", help_text, buckets=_LAG_SECONDS, registry=self.registry
         )
-
-
-class _Included(Collector):
-    def __init__(self, collect_metrics: Callable[[], Iterable[Metric]]) -> None:
-        self._collect_metrics = collect_metrics
-
-    def describe(self) -> list[Metric]:
-        return []  # a name that is taken already fails when it is collected
-
-    def collect(self) -> Iterable[Metric]:
-        return self._collect_metrics()
 
 
 def route_of(trace: RequestTrace) -> str:

@@ -1,0 +1,178 @@
+"""A service that clients open more connections to than it has room for."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from prfaas.security.certificates import CertificateSet, make_certificates
+from prfaas.security.tls import client_context, server_context
+from prfaas.service.bounded_site import FIRST_REQUEST_S, BoundedSite, Connections
+from prfaas.service.connections import Bounds, ConnectionTable, Reason
+from tests.waiting import HANG_S, PATIENCE_S
+
+SOON_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    address: tuple[str, int]
+    connections: Connections
+    release: asyncio.Event  # for requests of /held
+
+    @property
+    def table(self) -> ConnectionTable:
+        return self.connections.table
+
+    async def open(self, count: int, source: str = "127.0.0.1") -> list[socket.socket]:
+        """Connections that send nothing."""
+        loop, made = asyncio.get_running_loop(), []
+        for _ in range(count):
+            sock = socket.socket()
+            sock.setblocking(False)
+            sock.bind((source, 0))
+            await loop.sock_connect(sock, self.address)
+            made.append(sock)
+        return made
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """For what has no event to wait on."""
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                if condition():
+                    return
+                await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def service(
+    total: int, first_request_s: float = FIRST_REQUEST_S, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[Service]:
+    release = asyncio.Event()
+
+    async def hello(request: web.Request) -> web.Response:
+        return web.Response(text="hello")
+
+    async def held(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"begun")
+        await release.wait()
+        await response.write(b" done")
+        return response
+
+    app = web.Application()
+    app.router.add_get("/", hello)
+    app.router.add_get("/held", held)
+    connections = Connections("test", ConnectionTable(Bounds(total)), first_request_s)
+    connections.watch(app)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+    async with asyncio.timeout(HANG_S):
+        await runner.setup()
+        listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        address = listening.getsockname()
+        try:
+            await BoundedSite(runner, listening, connections, ssl_context=tls).start()
+            yield Service(address, connections, release)
+        finally:
+            release.set()
+            await runner.cleanup()
+
+
+def client(source: str = "127.0.0.1") -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(local_addr=(source, 0)))
+
+
+async def closed(sock: socket.socket) -> bool:
+    """Whether the other end closes it, or has done so."""
+    try:
+        return not await asyncio.get_running_loop().sock_recv(sock, 1)
+    except ConnectionError:
+        return True
+
+
+async def test_idle_connections_of_one_address_lock_no_other_out() -> None:
+    async with service(32) as one, client("127.0.0.2") as other, client() as same:
+        idle = await one.open(100)
+        url = f"http://127.0.0.1:{one.address[1]}/"
+        for http in (other, same):
+            async with http.get(url) as answer:
+                assert await answer.text() == "hello"
+        assert len(one.table) <= one.table.bounds.per_address + 1
+        assert one.table.closed[Reason.ADDRESS] >= 100 - one.table.bounds.per_address
+        assert await closed(idle[0])
+        for sock in idle:
+            sock.close()
+        await one.until(lambda: len(one.table) == 2)  # the two clients'
+
+
+async def test_a_stream_is_never_closed_for_another_connection() -> None:
+    async with service(8) as one, client() as http:
+        url = f"http://127.0.0.1:{one.address[1]}/held"
+        async with http.get(url) as answer:
+            assert await answer.content.readexactly(5) == b"begun"
+            idle = await one.open(40)
+            await one.until(lambda: one.table.closed[Reason.ADDRESS] >= 36)
+            one.release.set()
+            assert await answer.content.read() == b" done"
+        for sock in idle:
+            sock.close()
+
+
+async def test_a_connection_without_a_request_does_not_stay() -> None:
+    async with service(8, SOON_S) as one:
+        (silent, begun) = await one.open(2)
+        await asyncio.get_running_loop().sock_sendall(begun, b"GET / HTTP/1.1\r\n")
+        assert await closed(silent) and await closed(begun)
+        await one.until(lambda: one.table.closed[Reason.SLOW] == 2 and not len(one.table))
+        silent.close()
+        begun.close()
+
+
+async def test_a_connection_with_a_request_stays() -> None:
+    async with service(8, SOON_S) as one, client() as http:
+        url = f"http://127.0.0.1:{one.address[1]}"
+        async with http.get(f"{url}/held") as answer:
+            (silent,) = await one.open(1)
+            assert await closed(silent), "this one's time is over, and so would be the other's"
+            one.release.set()
+            assert await answer.content.read() == b"begun done"
+        async with http.get(url) as again:
+            assert again.status == 200 and len(one.table) == 1
+        silent.close()
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> CertificateSet:
+    return make_certificates(tmp_path_factory.mktemp("certs"), ["localhost"])
+
+
+@pytest.mark.parametrize(("total", "count"), [(64, 300), (10_000, 3000)])
+async def test_connections_without_a_handshake_do_not_stay(
+    certificates: CertificateSet, total: int, count: int
+) -> None:
+    """At first as many stay as the bound of new ones says, and then none."""
+    context = server_context(certificates.ca, certificates.server, certificates.server_key)
+    async with service(total, 2.0, context) as one:
+        most = one.table.bounds.new_per_address
+        silent = await one.open(count)
+        await one.until(lambda: sum(one.table.closed.values()) >= count - most)
+        assert len(one.table) <= most
+        await one.until(lambda: not len(one.table))
+        assert sum(one.table.closed.values()) == count
+        for sock in silent:
+            assert await closed(sock)
+            sock.close()
+        async with client("127.0.0.2") as http:
+            context = client_context(certificates.ca, certificates.client, certificates.client_key)
+            url = f"https://127.0.0.1:{one.address[1]}/"
+            async with http.get(url, ssl=context, server_hostname="localhost") as answer:
+                assert await answer.text() == "hello"
