@@ -14,12 +14,16 @@ import pytest
 import yaml
 
 from prfaas.cli.gateway import chosen_home
+from prfaas.config.gateway import DEFAULTS, GatewaySection
 from prfaas.config.host import HostConfig, load_host_config
+from prfaas.gateway.body_workers.pool import WORKERS, memory_bound
 from prfaas.integrations.vllm import member_access
 from prfaas.launch.kubernetes import monitoring
+from prfaas.launch.kubernetes.gateways import memory_bytes
 from prfaas.launch.kubernetes.network_policies import FLOWS
-from prfaas.launch.kubernetes.pods import MARGIN_S, USER
+from prfaas.launch.kubernetes.pods import BASE_BYTES, MARGIN_S, USER, quantity
 from prfaas.launch.services.hosts import EngineKind
+from prfaas.service.connections import MEMORY_BYTES
 from tests.launch.kubernetes.pod_processes import LOADER, read_manifests
 from tests.launch.kubernetes.rendered import (
     CLUSTERS,
@@ -205,6 +209,19 @@ def test_every_container_runs_without_root_and_cannot_write_to_its_image(folder:
     assert seen == 2 * len(CLUSTERS) + 2
     namespace = objects(folder, "east", "Namespace")["prfaas"]
     assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
+
+
+def test_the_memory_of_a_gateway_is_that_of_all_its_bounds_together() -> None:
+    limits = GatewaySection(max_body_mb=100.0, max_bodies_mb=3000.0, max_in_flight=10_000)
+    workers = WORKERS * memory_bound(100_000_000)
+    bounds = workers + 3_000_000_000 + 4 * 10_000 * MEMORY_BYTES
+    assert bounds + BASE_BYTES <= memory_bytes(limits) <= bounds + 4 * BASE_BYTES
+    assert memory_bytes(DEFAULTS) > 4 * BASE_BYTES, "4 GiB are not enough for the defaults"
+
+
+def test_the_limit_of_the_gateways_pod_is_its_memory(folder: Path) -> None:
+    limit = container(folder, "east", "gateway", "gateway")["resources"]["limits"]["memory"]
+    assert limit == quantity(memory_bytes(served_deployment(folder, "east").gateway))
 
 
 def test_only_real_engines_ask_for_gpus_and_their_nodes(folder: Path, engine: EngineKind) -> None:

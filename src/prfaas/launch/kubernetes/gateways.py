@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from prfaas.config.gateway import GatewaySection
+from prfaas.gateway.body_workers.pool import WORKERS, memory_bound
 from prfaas.launch.kubernetes.options import RenderOptions
 from prfaas.launch.kubernetes.pod_places import MEMBERS_SERVICE
 from prfaas.launch.kubernetes.pods import (
@@ -17,15 +19,31 @@ from prfaas.launch.kubernetes.pods import (
     port_name,
 )
 from prfaas.launch.services.service import Service
+from prfaas.service.connections import MEMORY_BYTES as CONNECTION_BYTES
+from prfaas.service.connections import most_of_gateway
 
 COMPONENT = "gateway"
 CONFIG_MAP, SECRET = "gateway", "gateway"
 _START_S = 120
+# Of the gateway's process, without what has a bound of its own: Python, the tokenizer, the index of
+# cached prefixes, requests and their history.
+_OWN_BYTES = 2 * BASE_BYTES
 # A gateway in its last step releases what requests hold at kvds that do not answer.
 _RELEASE_S = 20.0
 
 
-def deployment(service: Service, image: str, options: RenderOptions) -> Manifest:
+def memory_bytes(section: GatewaySection) -> int:
+    """The most memory that a gateway with these settings takes, as the sum of its own bounds. A pod
+    with a smaller limit would be killed by clients that keep to every limit."""
+    workers = WORKERS * memory_bound(int(section.max_body_mb * 1e6))
+    bodies = int(section.max_bodies_mb * 1e6)  # in memory, or in files that have no disk
+    connections = most_of_gateway(section.max_in_flight) * CONNECTION_BYTES
+    return _OWN_BYTES + workers + bodies + connections
+
+
+def deployment(
+    service: Service, image: str, section: GatewaySection, options: RenderOptions
+) -> Manifest:
     """One replica: gateways of one cluster do not tell each other their load. During an update a
     second one starts, and the first one stops when that one is ready."""
     found = labels(service.cluster, COMPONENT)
@@ -33,7 +51,7 @@ def deployment(service: Service, image: str, options: RenderOptions) -> Manifest
     made = container(
         service,
         image,
-        memory_resources(BASE_BYTES, 4 * BASE_BYTES, "500m"),
+        memory_resources(BASE_BYTES, memory_bytes(section), "500m"),
         mounts=[] if options.model_claim is None else [MODELS_MOUNT],
         **http_probes(service, _START_S),
     )

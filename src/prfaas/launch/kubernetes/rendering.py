@@ -127,7 +127,9 @@ def render_cluster(
     external: dict[str, Manifest] = {}
     gateway = next((one for one in own if one.kind == "gateway"), None)
     if gateway is not None:
-        base["gateway-deployment.yaml"] = gateways.deployment(gateway, IMAGE, options)
+        base["gateway-deployment.yaml"] = gateways.deployment(
+            gateway, IMAGE, deployment.gateway, options
+        )
         for made in gateways.services(gateway):
             base[f"{made['metadata']['name']}-service.yaml"] = made
         base["gateway-poddisruptionbudget.yaml"] = gateways.disruption_budget(cluster.name)
