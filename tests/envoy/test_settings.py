@@ -50,13 +50,41 @@ def test_envoy_notices_a_gateway_that_stops_before_it_closes_its_port() -> None:
 def test_sizes_are_those_of_the_gateway() -> None:
     found = settings()
     manager = manager_of(found)
-    (buffering, router) = manager["http_filters"]
-    assert buffering["typed_config"]["max_request_bytes"] == DEFAULTS.max_body_mb * 10**6
     assert seconds(manager["request_timeout"]) <= TIMEOUTS.body_s
     (thresholds,) = cluster_of(found)["circuit_breakers"]["thresholds"]
     gateways = len(cluster_of(found)["load_assignment"]["endpoints"][0]["lb_endpoints"])
     for limit in ("max_connections", "max_pending_requests", "max_requests"):
         assert thresholds[limit] >= gateways * DEFAULTS.max_in_flight
+
+
+def test_clients_without_a_key_cannot_fill_the_memory() -> None:
+    """The gateway checks keys. Until then Envoy holds a buffer of each connection, and no body."""
+    found = settings()
+    manager, overload = manager_of(found), found["overload_manager"]
+    assert [one["name"] for one in manager["http_filters"]] == ["envoy.filters.http.router"]
+    (listener,) = found["static_resources"]["listeners"]
+    upstream_bytes = cluster_of(found)["per_connection_buffer_limit_bytes"]
+    window_bytes = manager["http2_protocol_options"]["initial_connection_window_size"]
+    downstream_bytes = max(listener["per_connection_buffer_limit_bytes"], window_bytes)
+    monitors = {one["name"].rpartition(".")[2]: one for one in overload["resource_monitors"]}
+    heap_bytes = monitors["fixed_heap"]["typed_config"]["max_heap_size_bytes"]
+    connections = monitors["global_downstream_max_connections"]["typed_config"]
+    most = connections["max_active_downstream_connections"]
+    assert most * (downstream_bytes + upstream_bytes) < 0.8 * heap_bytes
+    assert most >= cluster_of(found)["circuit_breakers"]["thresholds"][0]["max_connections"]
+
+
+def test_envoy_sheds_load_before_its_heap_is_full() -> None:
+    actions = {
+        one["name"].rpartition(".")[2]: one["triggers"]
+        for one in settings()["overload_manager"]["actions"]
+    }
+    for name in ("stop_accepting_connections", "stop_accepting_requests"):
+        (trigger,) = actions[name]
+        assert trigger["name"] == "envoy.resource_monitors.fixed_heap"
+        assert 0.5 < trigger["threshold"]["value"] < 1
+    (resets,) = actions["reset_high_memory_stream"]
+    assert resets["scaled"]["scaling_threshold"] < resets["scaled"]["saturation_threshold"] < 1
 
 
 def test_clients_cannot_choose_retries() -> None:
