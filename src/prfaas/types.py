@@ -7,7 +7,7 @@ behaviour. The bodies of the kvd's HTTP API are in `contracts/kvd_api.py`.
 
 from __future__ import annotations
 
-from typing import Literal, NewType, TypeAlias
+from typing import Annotated, Final, Literal, NewType, TypeAlias
 
 import msgspec
 
@@ -15,6 +15,10 @@ NodeId = NewType("NodeId", str)
 ClusterId = NewType("ClusterId", str)
 TransferId = NewType("TransferId", str)
 BlockHash = NewType("BlockHash", bytes)  # chained SHA-256 over token ids, salted per tenant
+# Names a tenant to nodes and kvds, which divide what they share between tenants and need not know
+# who they are. Empty: no tenant is known.
+MAX_TAG_CHARACTERS: Final = 64
+TenantTag: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_TAG_CHARACTERS)]
 
 
 # Registration and compatibility ------------------------------------------------------------------
@@ -69,6 +73,8 @@ class Grant(msgspec.Struct, frozen=True, tag="grant"):
     # Of the call that asked for the grant: spans of the transfer have it as their parent. None: the
     # call had none, or an earlier kvd has made the grant.
     traceparent: str | None = None
+    # Of the request: the sender's pool keeps what is computed as this tenant's, too.
+    tenant: TenantTag = ""
 
 
 class NotNow(msgspec.Struct, frozen=True, tag="not_now"):

@@ -85,9 +85,10 @@ def prepare_now(
     *,
     checkpoint_tokens: Sequence[int] | None = None,
     now: float = 0.0,
+    tenant: str = "",
 ) -> Preparation | None:
     """Carries the whole preparation out, job by job, in this thread. The caller ends it."""
-    preparation = pool.prepare(hashes, tokens, checkpoint_tokens=checkpoint_tokens)
+    preparation = pool.prepare(hashes, tokens, checkpoint_tokens=checkpoint_tokens, tenant=tenant)
     while preparation is not None and (jobs := preparation.next_jobs(now)):
         for job in jobs:
             job.run()

@@ -39,6 +39,8 @@ PROMPTS = st.builds(
     st.lists(st.integers(0, 1), min_size=1, max_size=7),
     st.integers(0, BLOCK - 1),
 )
+# Prompts of different tenants share prefixes here, as they do under one salt.
+TENANTS = st.sampled_from(["", "", "a", "b"])
 SHORT = st.integers(1, BLOCK - 1).map(lambda tail: (9,) * tail)  # not even one whole block
 
 
@@ -130,21 +132,25 @@ class PoolMachine(RuleBasedStateMachine):
 
     # Few leases at a time, or everything is refused.
     @precondition(lambda self: len(self.prompts) < 2)
-    @rule(prompt=PROMPTS | SHORT, ask=st.booleans(), prepared=MOSTLY)
-    def reserve(self, prompt: tuple[int, ...], ask: bool, prepared: bool) -> None:
+    @rule(prompt=PROMPTS | SHORT, ask=st.booleans(), prepared=MOSTLY, tenant=TENANTS)
+    def reserve(self, prompt: tuple[int, ...], ask: bool, prepared: bool, tenant: str) -> None:
         hashes = hashes_of(prompt)
         asked = (BLOCK,) if ask and hashes else None
         promised = self.pool.match(hashes)
         gone = self.pool.stats.evicted_blocks
         preparation = None
         if prepared:
-            preparation = self.pool.prepare(hashes, len(prompt), checkpoint_tokens=asked)
+            preparation = self.pool.prepare(
+                hashes, len(prompt), checkpoint_tokens=asked, tenant=tenant
+            )
             self.carry_out(preparation)
         ready = preparation is None or all(block.slot is None for block in preparation.held)
         lossless = gone == self.pool.stats.evicted_blocks
         before = self.pool.match(hashes)
         used = self.pool.bytes_by_group()
-        got = self.pool.reserve(hashes, len(prompt), now=self.now, checkpoint_tokens=asked)
+        got = self.pool.reserve(
+            hashes, len(prompt), now=self.now, checkpoint_tokens=asked, tenant=tenant
+        )
         if preparation is not None:
             preparation.end(self.now)
         if isinstance(got, NotNow):
@@ -161,17 +167,19 @@ class PoolMachine(RuleBasedStateMachine):
         self.open[got.id] = got
         self.prompts[got.id] = prompt
 
-    @rule(prompts=st.lists(PROMPTS, min_size=1, max_size=4), prepared=MOSTLY)
-    def serve(self, prompts: list[tuple[int, ...]], prepared: bool) -> None:
+    @rule(prompts=st.lists(PROMPTS, min_size=1, max_size=4), prepared=MOSTLY, tenant=TENANTS)
+    def serve(self, prompts: list[tuple[int, ...]], prepared: bool, tenant: str) -> None:
         """Whole requests at once: what fills the pool."""
         for prompt in prompts:
-            self.serve_one(prompt, prepared)
+            self.serve_one(prompt, prepared, tenant)
 
-    def serve_one(self, prompt: tuple[int, ...], prepared: bool) -> None:
+    def serve_one(self, prompt: tuple[int, ...], prepared: bool, tenant: str = "") -> None:
         hashes = hashes_of(prompt)
-        preparation = self.pool.prepare(hashes, len(prompt)) if prepared else None
+        preparation = None
+        if prepared:
+            preparation = self.pool.prepare(hashes, len(prompt), tenant=tenant)
         self.carry_out(preparation)
-        lease = self.pool.reserve(hashes, len(prompt), now=self.now)
+        lease = self.pool.reserve(hashes, len(prompt), now=self.now, tenant=tenant)
         if preparation is not None:
             preparation.end(self.now)
         if isinstance(lease, NotNow):
@@ -187,13 +195,13 @@ class PoolMachine(RuleBasedStateMachine):
     # Answers --------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.aside)
-    @rule(prompt=PROMPTS, first=st.integers(0, 3))
-    def generate(self, prompt: tuple[int, ...], first: int) -> None:
+    @rule(prompt=PROMPTS, first=st.integers(0, 3), tenant=TENANTS)
+    def generate(self, prompt: tuple[int, ...], first: int, tenant: str) -> None:
         """An answer is written, and takes nothing from others."""
         prompt = prompt[: len(prompt) // BLOCK * BLOCK]
         before = self.room_for_others()
         got = self.pool.reserve_answer(
-            hashes_of(prompt), len(prompt), first_token=first * BLOCK, now=self.now
+            hashes_of(prompt), len(prompt), first_token=first * BLOCK, now=self.now, tenant=tenant
         )
         assert self.room_for_others() == before
         if isinstance(got, Lease):

@@ -36,6 +36,7 @@ class AbsentKvd:
         *,
         grant: Grant | None = None,
         tail: bytes = b"",
+        tenant: str = "",
     ) -> WriteLease | NotNow:
         raise ConnectionLost("no kvd here")
 
@@ -46,7 +47,7 @@ class AbsentKvd:
         raise ConnectionLost("no kvd here")
 
     def begin_answer(
-        self, hashes: Sequence[bytes], tokens: int, *, first_token: int
+        self, hashes: Sequence[bytes], tokens: int, *, first_token: int, tenant: str = ""
     ) -> WriteLease | NotNow:
         raise ConnectionLost("no kvd here")
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from prfaas.cache.storage.page_supply import PageSupply
+from prfaas.cache.tenants import COMMON, TenantShares
 
 if TYPE_CHECKING:
     from prfaas.cache.storage.budget import BudgetShare
@@ -36,10 +37,11 @@ class Block:
     counts the leading tokens that the block lacks: a window's oldest block may lack those before
     the window."""
 
-    __slots__ = ("filled_from", "group", "node", "pages", "refs", "slot")
+    __slots__ = ("filled_from", "group", "node", "pages", "refs", "slot", "tenant")
 
-    def __init__(self, group: int, pages: tuple[int, ...]) -> None:
+    def __init__(self, group: int, pages: tuple[int, ...], tenant: str = COMMON) -> None:
         self.group = group
+        self.tenant = tenant  # changes only while the block has no pages
         self.pages = pages
         self.refs = 0
         self.filled_from = 0
@@ -52,7 +54,14 @@ class Block:
 
 
 class Eviction(Protocol):
-    """Orders idle blocks. The block pool reports every change and asks which blocks to evict."""
+    """Orders the idle blocks of one tenant. The block pool reports every change and asks which
+    blocks to evict."""
+
+    def another(self) -> Eviction:
+        """The same policy, for the blocks of another tenant."""
+
+    def __len__(self) -> int:
+        """How many blocks are idle."""
 
     def idle(self, blocks: Sequence[Block], now: float) -> None:
         """No lease uses these blocks any more. They are in prompt order, first block first."""
@@ -92,7 +101,7 @@ class BlockPool:
     ) -> None:
         self.supply = PageSupply(capacity_pages, share)
         self.aside = SetAside()
-        self._eviction = eviction
+        self.tenants = TenantShares(eviction)
         self._live: dict[int, Block] = {}  # every block with pages, by identity
         self._idle: dict[int, Block] = {}
         self._leaving: dict[int, Block] = {}  # oldest first
@@ -129,13 +138,16 @@ class BlockPool:
         free = self.free_pages
         return free is None or pages <= free
 
-    def allocate(self, units: Sequence[tuple[int, int]]) -> list[Block]:
-        """Blocks in use by one holder, for units (group, pages), in the same order and as
-        neighbours where possible. The caller has made room for all of them."""
-        blocks = [Block(group, ()) for group, _ in units]
+    def allocate(self, units: Sequence[tuple[int, int]], tenant: str = COMMON) -> list[Block]:
+        """Blocks of the tenant, in use by one holder, for units (group, pages), in the same order
+        and as neighbours where possible. The caller has made room for all of them."""
+        blocks = [Block(group, (), tenant) for group, _ in units]
         for block in blocks:
             block.refs = 1
-        self._take(blocks, [pages for _, pages in units])
+        sizes = [pages for _, pages in units]
+        self._take(blocks, sizes)
+        if sizes:
+            self.tenants.take(tenant, sum(sizes))
         return blocks
 
     def restore(self, blocks: Sequence[Block], pages: Sequence[int]) -> None:
@@ -143,11 +155,13 @@ class BlockPool:
         where possible. The blocks must be in use."""
         assert all(block.refs > 0 and not block.pages for block in blocks), blocks
         self._take(blocks, pages)
+        for block in blocks:
+            self.tenants.take(block.tenant, len(block.pages))
 
     def pin(self, block: Block) -> None:
         if block.refs == 0 and self._idle.pop(id(block), None) is not None:
             self.idle_pages -= len(block.pages)
-            self._eviction.busy(block)
+            self.tenants.busy(block)
         block.refs += 1
 
     def release(self, blocks: Iterable[Block], now: float) -> None:
@@ -167,23 +181,23 @@ class BlockPool:
                 self.idle_pages += len(block.pages)
                 idle.append(block)
         if idle:
-            self._eviction.idle(idle, now)
+            self.tenants.idle(idle, now)
 
     def next_victims(self, now: float) -> Sequence[Block]:
-        return self._eviction.victims(now) if self._idle else ()
+        return self.tenants.victims(now) if self._idle else ()
 
     def evict(self, block: Block) -> None:
         """Frees an idle block's pages; its bytes are lost unless the caller has saved them."""
         del self._idle[id(block)]
         self.idle_pages -= len(block.pages)
-        self._eviction.busy(block)
+        self.tenants.busy(block)
         self._give_back(block)
 
     def start_leaving(self, block: Block) -> None:
         """An idle block is being copied to another tier. It keeps its pages until `leave`."""
         del self._idle[id(block)]
         self.idle_pages -= len(block.pages)
-        self._eviction.busy(block)
+        self.tenants.busy(block)
         self._leaving[id(block)] = block
         self.leaving_pages += len(block.pages)
 
@@ -207,7 +221,7 @@ class BlockPool:
 
     def check(self) -> None:
         """Every page is free or on exactly one block; every idle block is kept and unused."""
-        self._eviction.check()
+        self.tenants.check(self._live.values())
         seen: set[int] = set()
         for block in self._live.values():
             leaving = id(block) in self._leaving
@@ -242,5 +256,6 @@ class BlockPool:
         del self._live[id(block)]
         self.used_pages -= len(block.pages)
         self.pages_by_group[block.group] -= len(block.pages)
+        self.tenants.give_back(block.tenant, len(block.pages))
         self.supply.give_back(block.pages)
         block.pages = ()

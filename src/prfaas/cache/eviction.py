@@ -66,6 +66,12 @@ class LRU:
     def __init__(self) -> None:
         self._queue: OrderedDict[int, Block] = OrderedDict()
 
+    def another(self) -> LRU:
+        return LRU()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
     def idle(self, blocks: Sequence[Block], now: float) -> None:
         for block in reversed(blocks):
             self._queue[id(block)] = block
@@ -111,6 +117,8 @@ class CostAware:
         prefill_seconds: PrefillSeconds,
         weights: ReuseWeights | None = None,
     ) -> None:
+        self._rules = tuple(rules)
+        self._layout = layout
         self._closing = tuple(index for index, rule in enumerate(rules) if rule.closes)
         self._unit_bytes = tuple(
             layout.pages(index) * layout.page_bytes for index in range(len(rules))
@@ -124,6 +132,14 @@ class CostAware:
         self._entries = 0  # in all classes
         self._serial = 0
         self._above: PrefixNode | None = None  # its continuation was evicted last
+
+    def another(self) -> CostAware:
+        return CostAware(
+            self._rules, self._layout, self._block_tokens, self._prefill_seconds, self._weights
+        )
+
+    def __len__(self) -> int:
+        return len(self._idle)
 
     def idle(self, blocks: Sequence[Block], now: float) -> None:
         nodes: dict[PrefixNode, None] = {}

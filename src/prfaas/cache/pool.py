@@ -17,6 +17,9 @@ An answer is reserved and committed in the same way when it has been generated, 
 of pages that other reservations cannot count on, and without pinning what precedes it: no other
 reservation fails because of it.
 
+What a reservation adds belongs to the tenant that it names, or else to the tenant of the prefix
+that it continues. Evictions give tenants equal shares of the pool (`tenants.py`).
+
 No call reads or writes the SSD. `reserve` and `pin` find what is in memory; `prepare` first brings
 a prefix there, in jobs that the owner may run in another thread.
 
@@ -48,6 +51,7 @@ from prfaas.cache.storage.places import LeaseTables
 from prfaas.cache.storage.preparation import Preparation, Promises
 from prfaas.cache.storage.ssd_jobs import ReadJob, SsdJob
 from prfaas.cache.storage.tiers import CacheTiers, PoolStorage, in_prompt_order
+from prfaas.cache.tenants import COMMON
 from prfaas.cache.tree import PrefixNode, PrefixTree
 from prfaas.cache.units import Demand, UnitKey, closing_units, demand_of
 from prfaas.errors import InputError
@@ -96,7 +100,6 @@ class HybridPrefixPool:
         self._tiers = CacheTiers(storage, self._blocks, self._tree, self.stats, self._record)
         self._promises = Promises(self._tiers, self._blocks, storage.layout)
         self._checkpoints = checkpoints
-        self._eviction = eviction
         self._journal = journal
         self._leases: dict[LeaseId, LeaseRecord] = {}
         self._ids = count(1) if lease_ids is None else lease_ids
@@ -107,6 +110,10 @@ class HybridPrefixPool:
         """The longest prefix every group can serve, from either tier. Changes nothing and holds
         nothing: `pin` or `reserve` before relying on it."""
         return self._lookup.match(self._lookup.hit(self._lookup.nodes(hashes), resident=False))
+
+    def tenant(self, hashes: Sequence[BlockHash]) -> str:
+        """To whom the longest known prefix belongs: its blocks have the names of one tenant."""
+        return _tenant_of(self._lookup.nodes(hashes))
 
     def bytes_by_group(self) -> dict[str, int]:
         """Memory in use, padding included."""
@@ -143,6 +150,7 @@ class HybridPrefixPool:
         *,
         checkpoint_tokens: Iterable[int] | None = None,
         more_checkpoints: Iterable[int] = (),
+        tenant: str = COMMON,
     ) -> Preparation | None:
         """Prepares `reserve`, or with `tokens` of None `pin`, with the same arguments; the caller
         ends the preparation after that call. `more_checkpoints`: boundaries that the reservation
@@ -157,11 +165,11 @@ class HybridPrefixPool:
             found = self._survey(hashes, tokens, asked, more, resident=False)
             return found.pinned.values(), found.new_pages
 
-        return Preparation(self._promises, survey)
+        return Preparation(self._promises, survey, self._owner(tenant, self._lookup.nodes(hashes)))
 
     def pin(self, hashes: Sequence[BlockHash], *, now: float) -> Lease | NotNow:
         """Holds what is found in memory until released."""
-        return self._lease(hashes, None, None, now)
+        return self._lease(hashes, None, None, COMMON, now)
 
     def reserve(
         self,
@@ -170,6 +178,7 @@ class HybridPrefixPool:
         *,
         now: float,
         checkpoint_tokens: Iterable[int] | None = None,
+        tenant: str = COMMON,
     ) -> Lease | NotNow:
         """Holds what is found in memory and all that a prefill up to `tokens` adds, or nothing at
         all.
@@ -180,7 +189,7 @@ class HybridPrefixPool:
         others), and the end of the hand-off where it falls on a boundary.
         """
         asked = _check_request(hashes, tokens, self.block_tokens, checkpoint_tokens)
-        return self._lease(hashes, tokens, asked, now)
+        return self._lease(hashes, tokens, asked, tenant, now)
 
     def set_aside(self, pages: int) -> None:
         """From now on reservations leave this many pages to answers that are being written. Idle
@@ -188,13 +197,20 @@ class HybridPrefixPool:
         self._blocks.aside.limit_pages = max(pages, self._blocks.aside.used_pages)
 
     def reserve_answer(
-        self, hashes: Sequence[BlockHash], tokens: int, *, first_token: int, now: float
+        self,
+        hashes: Sequence[BlockHash],
+        tokens: int,
+        *,
+        first_token: int,
+        now: float,
+        tenant: str = COMMON,
     ) -> Lease | NotNow:
         """Pages for what an engine has generated: its full attention up to `tokens`, a boundary,
         as far as the pool lacks it, and windows and states after `tokens`. The engine has attention
         from `first_token` on; the pool must have what precedes it, and still have it at the commit.
         Nothing stays pinned. Only pages that are left for answers are used; idle prefixes on them
-        are evicted when they are worth less than the answer."""
+        are evicted when they are worth less than the answer, or belong to a tenant that has more
+        pages."""
         _check_request(hashes, tokens, self.block_tokens, (tokens,))
         nodes = self._lookup.nodes(hashes)
         hit = self._lookup.hit(nodes, resident=False)
@@ -208,14 +224,18 @@ class HybridPrefixPool:
         nbytes = pages * self.layout.page_bytes
         if not self._blocks.can_make_room(pages, answer=True):
             return NotNow(f"no room for {nbytes} bytes of an answer", BUSY_RETRY_S)
+        owner = self._owner(tenant, nodes)
         if not self._blocks.has_room(pages):
             cached = hit.blocks * self.block_tokens
-            if not self._eviction.admits(tokens - cached, cached, nbytes, now):
+            shares = self._blocks.tenants
+            with shares.wanting(owner, pages):
+                admitted = shares.admits(owner, tokens - cached, cached, nbytes, now)
+            if not admitted:
                 return NotNow("the answer is worth less than what it would evict", BUSY_RETRY_S)
             before = self._lookup.blocks_to_pin(nodes, Hit(0, 0), runs).values()
-            if not _make_answer_room(self._blocks, self._tiers, pages, before, now):
+            if not _make_answer_room(self._blocks, self._tiers, pages, before, owner, now):
                 return NotNow(f"no room for {nbytes} bytes of an answer", BUSY_RETRY_S)
-        new = _allocate(self._blocks, self.layout, demand)
+        new = _allocate(self._blocks, self.layout, demand, owner)
         self._blocks.aside.used_pages += pages
         lease = Lease(
             id=LeaseId(next(self._ids)),
@@ -369,6 +389,7 @@ class HybridPrefixPool:
         hashes: Sequence[BlockHash],
         tokens: int | None,
         checkpoint_tokens: tuple[int, ...] | None,
+        tenant: str,
         now: float,
     ) -> Lease | NotNow:
         """`tokens` of None: the lease adds nothing to what is found."""
@@ -381,9 +402,10 @@ class HybridPrefixPool:
             self._blocks.release(in_prompt_order(pinned.values()), now)
             self.stats.refused += 1
             return _refusal(self._blocks, self.layout, pages)
-        self._tiers.make_room(pages, now)
+        owner = self._owner(tenant, nodes)
+        self._tiers.make_room(pages, owner, now)
         taken = self._take_spares(plan.spare, demand) if tokens is not None else ()
-        new = _allocate(self._blocks, self.layout, demand)
+        new = _allocate(self._blocks, self.layout, demand, owner)
         match = self._lookup.match(hit)
         lease = Lease(
             id=LeaseId(next(self._ids)),
@@ -422,13 +444,22 @@ class HybridPrefixPool:
             taken.append(length)
         return tuple(taken)
 
+    def _owner(self, tenant: str, nodes: Sequence[PrefixNode | None]) -> str:
+        """To whom the new blocks of a reservation belong."""
+        return self._blocks.tenants.owner(tenant or _tenant_of(nodes))
+
     def _record(self, action: Action, block: Block, node: PrefixNode) -> None:
         if self._journal is not None:
             self._journal.record(action, self.rules[block.group].name, node.hash)
 
 
 def _make_answer_room(
-    blocks: BlockPool, tiers: CacheTiers, pages: int, before: Collection[Block], now: float
+    blocks: BlockPool,
+    tiers: CacheTiers,
+    pages: int,
+    before: Collection[Block],
+    tenant: str,
+    now: float,
 ) -> bool:
     """Evicts idle blocks, but not `before`: the answer would be useless without what precedes it.
     False, and nothing is evicted, when there is no room."""
@@ -436,7 +467,7 @@ def _make_answer_room(
         tiers.hold(block)
     possible = blocks.can_make_room(pages, answer=True)
     if possible:
-        tiers.make_room(pages, now)
+        tiers.make_room(pages, tenant, now)
     blocks.release(in_prompt_order(before), now)
     return possible
 
@@ -467,18 +498,25 @@ def _refusal(blocks: BlockPool, layout: PageLayout, pages: int) -> NotNow:
     return NotNow(f"no room for {nbytes} bytes", BUSY_RETRY_S)
 
 
-def _allocate(blocks: BlockPool, layout: PageLayout, demand: Demand) -> dict[UnitKey, Block]:
+def _allocate(
+    blocks: BlockPool, layout: PageLayout, demand: Demand, tenant: str
+) -> dict[UnitKey, Block]:
     """In the order of the demand. The pages are in the order of groups and tokens, in which engines
     copy them."""
     sizes = [layout.pages(group) for group in range(len(layout.unit_bytes))]
     order = sorted(demand.units)
-    allocated = blocks.allocate([(group, sizes[group]) for group, _ in order])
+    allocated = blocks.allocate([(group, sizes[group]) for group, _ in order], tenant)
     found = dict(zip(order, allocated, strict=True))
     new: dict[UnitKey, Block] = {}
     for key, filled_from in demand.units.items():
         new[key] = found[key]
         new[key].filled_from = filled_from
     return new
+
+
+def _tenant_of(nodes: Sequence[PrefixNode | None]) -> str:
+    held = (block for node in reversed(nodes) if node is not None for block in node.blocks)
+    return next((block.tenant for block in held if block is not None), COMMON)
 
 
 def _check_request(

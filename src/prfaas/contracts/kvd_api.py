@@ -31,10 +31,9 @@ from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 
-from prfaas.contracts.openai import TenantTag
 from prfaas.errors import InputError
 from prfaas.kvspec import FullAttention, Group, KVSpec, LinearState, SlidingWindow
-from prfaas.types import Compat, Grant, HashEvent, LinkStats, NodeId, TransferId
+from prfaas.types import Compat, Grant, HashEvent, LinkStats, NodeId, TenantTag, TransferId
 
 LONGEST_WAIT_S = 60.0  # the upper bound of ?wait_s=
 PULL_S = 300.0  # the longest time that a pull may take
@@ -121,6 +120,7 @@ class MatchPrefix(msgspec.Struct, frozen=True):
 class PrefixMatch(msgspec.Struct, frozen=True):
     tokens: int  # every group can resume here
     attention_tokens: int  # the longest run of full-attention blocks
+    tenant: TenantTag = ""  # to whom the prefix belongs: a kvd that pulls it keeps it as theirs
 
 
 class PullPrefix(msgspec.Struct, frozen=True):

@@ -7,8 +7,6 @@ The gateway and the nodes each define which request fields they serve (`gateway.
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias
-
 import msgspec
 
 from prfaas.errors import InputError
@@ -24,8 +22,6 @@ MAX_STOP_CHARACTERS = 1_024
 # A gateway names the tenant of a request to its nodes with it, by an opaque tag: nodes divide what
 # they share between tenants. Clients' own headers of this name are not passed on.
 TENANT_HEADER = "X-Prfaas-Tenant"
-TAG_CHARS = 64
-TenantTag: TypeAlias = Annotated[str, msgspec.Meta(max_length=TAG_CHARS)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):

@@ -202,8 +202,9 @@ class HttpApi:
         storage = self._store.storage_of(body.compat)
         if storage is None:
             return json_response(PrefixMatch(0, 0))
-        match = storage.pool.match([BlockHash(name) for name in body.hashes])
-        return json_response(PrefixMatch(match.tokens, match.attention_tokens))
+        names = [BlockHash(name) for name in body.hashes]
+        match, tenant = storage.pool.match(names), storage.pool.tenant(names)
+        return json_response(PrefixMatch(match.tokens, match.attention_tokens, tenant))
 
     async def _pull(self, request: web.Request) -> web.Response:
         with server_span(self._recorder, KVD_PULL, request.headers.get(TRACEPARENT)) as span:

@@ -196,6 +196,7 @@ class Store:
         tokens: int | None = None,
         checkpoint_tokens: Sequence[int] | None = None,
         more_checkpoints: Sequence[int] = (),
+        tenant: str = "",
     ) -> AsyncIterator[None]:
         """Within the block, `reserve` (or `pin`, with `tokens` of None) of the pool finds the
         prefix in memory, and room, as far as the SSD tier could provide them in time. See
@@ -209,6 +210,7 @@ class Store:
                     tokens,
                     checkpoint_tokens=checkpoint_tokens,
                     more_checkpoints=more_checkpoints,
+                    tenant=tenant,
                 )
             except InputError:
                 pass  # the reservation will raise it

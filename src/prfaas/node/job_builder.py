@@ -47,7 +47,7 @@ class TokenizedRequest:
     transfer: RequestedTransfer | Reference | Remainder | None = None
     continuation: int = 0  # of the same prompt; the first one has 0
     prompt_logprobs: int | None = None  # alternatives per token of the prompt
-    tenant: str = ""  # the gateway's tag of it
+    tenant: str = ""  # the gateway's tag: tenants share the slots and the pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +112,7 @@ class LeaseProvider(Protocol):
         *,
         grant: Grant | None = None,
         tail: bytes = b"",
+        tenant: str = "",
     ) -> WriteLease | NotNow: ...
 
     def attach(self, transfer_id: TransferId, attachments: int = 1) -> ReadLease: ...
@@ -119,7 +120,7 @@ class LeaseProvider(Protocol):
     def pin(self, hashes: Sequence[bytes]) -> ReadLease | NotNow: ...
 
     def begin_answer(
-        self, hashes: Sequence[bytes], tokens: int, *, first_token: int
+        self, hashes: Sequence[bytes], tokens: int, *, first_token: int, tenant: str = ""
     ) -> WriteLease | NotNow: ...
 
 
@@ -161,7 +162,8 @@ class JobBuilder:
             return self._keeping(without_pool(request), 0)
         tokens = len(hashes) * self._block_tokens
         try:
-            lease: WriteLease | ReadLease | NotNow = self._kvd.begin(hashes, tokens)
+            lease: WriteLease | ReadLease | NotNow
+            lease = self._kvd.begin(hashes, tokens, tenant=request.tenant)
             if isinstance(lease, NotNow) and request.prompt_logprobs is None:
                 lease = self._kvd.pin(hashes)  # no room to keep the state, but perhaps a hit
         except PeerError as error:
@@ -207,7 +209,9 @@ class JobBuilder:
         conversation = replace(request, prompt=[*request.prompt, *generated][:tokens])
         hashes = self._hashes(conversation, tokens)
         try:
-            lease = self._kvd.begin_answer(hashes, tokens, first_token=job.keep.held_tokens)
+            lease = self._kvd.begin_answer(
+                hashes, tokens, first_token=job.keep.held_tokens, tenant=request.tenant
+            )
             if isinstance(lease, NotNow):
                 _LOG.info("an answer was not kept: %s", lease.reason)
                 return None

@@ -27,7 +27,7 @@ from prfaas.contracts.kv_transfer_params import (
     decode_remainder,
     encode,
 )
-from prfaas.contracts.openai import TAG_CHARS, TENANT_HEADER
+from prfaas.contracts.openai import TENANT_HEADER
 from prfaas.engine.api import (
     MAX_PROMPT_LOGPROBS,
     Engine,
@@ -61,6 +61,7 @@ from prfaas.node.structured.tool_calls import ToolCallReader
 from prfaas.node.structured.tool_choice import ToolUse, plan_tool_use
 from prfaas.service.request_body import BodyLimits
 from prfaas.text import AnswerText, Chat, ModelTokenizer
+from prfaas.types import MAX_TAG_CHARACTERS
 
 MAX_BODY_BYTES = 64 << 20  # a million token ids take about 8 MB as JSON
 MAX_BODIES_BYTES = 512 << 20  # of bodies that are being read or parsed
@@ -400,4 +401,4 @@ class RequestReader:
 
 def _tenant(request: web.Request) -> str:
     """The gateway's tag of the tenant. Requests without one are those of one tenant."""
-    return request.headers.get(TENANT_HEADER, "")[:TAG_CHARS]
+    return request.headers.get(TENANT_HEADER, "")[:MAX_TAG_CHARACTERS]

@@ -20,6 +20,7 @@ def new_grant(
     transfer_id: TransferId | None = None,
     form: Form | None = None,
     traceparent: str | None = None,
+    tenant: str = "",
 ) -> Grant:
     """Makes a grant with a new secret token, and with a new id unless the caller has one."""
     return Grant(
@@ -32,6 +33,7 @@ def new_grant(
         checkpoint_tokens=tuple(checkpoint_tokens),
         form=form,
         traceparent=traceparent,
+        tenant=tenant,
     )
 
 

@@ -53,8 +53,9 @@ class Promises:
 
 
 class Preparation:
-    def __init__(self, promises: Promises, survey: Survey) -> None:
+    def __init__(self, promises: Promises, survey: Survey, tenant: str) -> None:
         self.promised_pages = 0
+        self._tenant = tenant  # who wants the room
         self.held: list[Block] = []
         self._promises = promises
         self._survey = survey
@@ -73,9 +74,10 @@ class Preparation:
             return []  # the reservation will be refused, or finds a shorter prefix
         before = len(tiers.jobs)
         needed -= tiers.start_reads(to_read, self._promises.free_pages(self))
-        while self._promises.coming_pages(self) < needed:
-            if not tiers.start_spills(now):
-                break
+        with blocks.tenants.wanting(self._tenant, needed):
+            while self._promises.coming_pages(self) < needed:
+                if not tiers.start_spills(now):
+                    break
         self.promised_pages = needed
         on_ssd = any(block.slot is not None for block in self.held)
         started = len(tiers.jobs) > before  # they must be run, although there may be room already

@@ -29,7 +29,7 @@ class SpillJob:
         file: SpillFile,
         pages: tuple[int, ...],
         views: Sequence[memoryview],
-        on_finish: Callable[[SpillJob], None],
+        on_finish: Callable[[SpillJob, float], None],
     ) -> None:
         self.block = block
         self.pages = pages  # of the file
@@ -45,7 +45,7 @@ class SpillJob:
 
     def finish(self, now: float) -> None:
         self._views = ()  # the arena cannot be unmapped while it has views
-        self._on_finish(self)
+        self._on_finish(self, now)
 
 
 class ReadJob:

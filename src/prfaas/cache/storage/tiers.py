@@ -13,7 +13,6 @@ both tiers, is recorded in the journal.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -25,6 +24,7 @@ from prfaas.cache.storage.arena import Arena, PageLayout
 from prfaas.cache.storage.budget import BudgetShare
 from prfaas.cache.storage.ssd import Slot, SpillFile
 from prfaas.cache.storage.ssd_jobs import JobQueue, ReadJob, SpillJob
+from prfaas.cache.tenants import SpilledBlocks
 from prfaas.cache.tree import PrefixNode, PrefixTree
 
 Record: TypeAlias = Callable[[Action, Block, PrefixNode], None]
@@ -73,7 +73,7 @@ class CacheTiers:
         self._tree = tree
         self._stats = stats
         self._record = record
-        self._spilled: OrderedDict[int, Block] = OrderedDict()  # oldest spill first
+        self._spilled = SpilledBlocks()
         self.jobs = JobQueue(max(1, MAX_QUEUED_BYTES // storage.layout.page_bytes))
         self._writing: dict[int, SpillJob] = {}  # by block, without the cancelled ones
         self._reading: dict[int, ReadJob] = {}  # by block
@@ -88,18 +88,21 @@ class CacheTiers:
 
     # Without the SSD ------------------------------------------------------------------------------
 
-    def make_room(self, pages: int, now: float) -> None:
-        """Evicts until `pages` pages are free, and drops what is not on SSD yet. The caller has
-        checked that it is possible."""
-        while not self._blocks.has_room(pages):
-            leaving = self._blocks.oldest_leaving()
-            if leaving is not None:  # chosen as victims before all others
-                self._abandon(leaving)
-                continue
-            victims = self._blocks.next_victims(now)
-            assert victims, "the block pool counted idle pages that do not exist"
-            for block in victims:
-                self._drop(block)
+    def make_room(self, pages: int, tenant: str, now: float) -> None:
+        """Evicts until `pages` pages are free, for this tenant, and drops what is not on SSD yet.
+        The caller has checked that it is possible."""
+        if self._blocks.has_room(pages):
+            return
+        with self._blocks.tenants.wanting(tenant, pages):
+            while not self._blocks.has_room(pages):
+                leaving = self._blocks.oldest_leaving()
+                if leaving is not None:  # chosen as victims before all others
+                    self._abandon(leaving)
+                    continue
+                victims = self._blocks.next_victims(now)
+                assert victims, "the block pool counted idle pages that do not exist"
+                for block in victims:
+                    self._drop(block)
 
     def keep(self, block: Block, node: PrefixNode) -> bool:
         """Makes a written block the node's, unless the node has one that is as full."""
@@ -129,7 +132,7 @@ class CacheTiers:
             return False
         victims = self._blocks.next_victims(now)
         for block in victims:
-            self._start_spill(block)
+            self._start_spill(block, now)
         return bool(victims)
 
     def start_reads(self, blocks: Sequence[Block], free_pages: int) -> int:
@@ -167,16 +170,18 @@ class CacheTiers:
     def check(self) -> None:
         held = [block for node in self._tree for block in node.blocks if block is not None]
         spilled = {id(block): block for block in held if block.slot is not None}
-        assert set(spilled) == set(self._spilled) | set(self._writing)
-        assert not set(self._spilled) & set(self._writing)
+        on_ssd = {id(block) for block in self._spilled}
+        assert set(spilled) == on_ssd | set(self._writing)
+        assert not on_ssd & set(self._writing)
+        self._spilled.check()
         for key, block in spilled.items():
             assert bool(block.pages) == (key in self._writing or key in self._reading), block
             assert block.refs == 0 or key not in self._writing, block
-        owned = [block.slot.pages for block in self._spilled.values() if block.slot is not None]
+        owned = [block.slot.pages for block in self._spilled if block.slot is not None]
         owned += (
             job.pages
             for job in self.jobs
-            if isinstance(job, SpillJob) or id(job.block) not in self._spilled
+            if isinstance(job, SpillJob) or id(job.block) not in on_ssd
         )
         if self._ssd is not None:
             self._ssd.check(owned)
@@ -188,12 +193,15 @@ class CacheTiers:
         self._reading[id(block)] = job
         self.jobs.add(job)
 
-    def _start_spill(self, block: Block) -> None:
+    def _start_spill(self, block: Block, now: float) -> None:
         assert self._ssd is not None and self._arena is not None and block.node is not None
         count = len(block.pages)
         if count <= self._ssd.pages:
-            while self._ssd.free_pages < count and (oldest := self._oldest_spill()) is not None:
-                self._forget(oldest)
+            while self._ssd.free_pages < count:
+                other = self._spilled.next_to_forget(block.tenant, count, now)
+                if other is None:
+                    break
+                self._forget(other)
         pages = self._ssd.take(count)
         if pages is None:
             self._drop(block)
@@ -206,7 +214,7 @@ class CacheTiers:
         self._writing[id(block)] = job
         self.jobs.add(job)
 
-    def _finish_spill(self, job: SpillJob) -> None:
+    def _finish_spill(self, job: SpillJob, now: float) -> None:
         assert self._ssd is not None
         self.jobs.remove(job)
         block = job.block
@@ -218,8 +226,8 @@ class CacheTiers:
         else:
             del self._writing[id(block)]
             block.slot = Slot(job.pages, job.digest)
-            self._spilled[id(block)] = block
             self._blocks.leave(block)
+            self._spilled.add(block, now)
             self._stats.spilled_blocks += 1
 
     def _finish_read(self, job: ReadJob, now: float) -> None:
@@ -231,7 +239,7 @@ class CacheTiers:
             self._ssd.free(job.pages)
             block.slot = None
         elif job.intact:
-            del self._spilled[id(block)]
+            self._spilled.remove(block)
             self._ssd.free(job.pages)
             block.slot = None
             self._tree.resident(block.node, +1)
@@ -277,22 +285,18 @@ class CacheTiers:
             block.slot = None
             self._blocks.leave(block)
             return
-        del self._spilled[id(block)]
+        self._spilled.remove(block)
         if id(block) not in self._reading:  # else the job frees the slot
             assert self._ssd is not None and block.slot is not None
             self._ssd.free(block.slot.pages)
             block.slot = None
-
-    def _oldest_spill(self) -> Block | None:
-        """The oldest spilled block that no request is about to read back."""
-        return next((block for block in self._spilled.values() if not block.refs), None)
 
     def _forget(self, block: Block) -> None:
         """Drops a spilled block from SSD too."""
         node = block.node
         assert self._ssd is not None and node is not None and block.slot is not None
         self._tree.detach(block)
-        del self._spilled[id(block)]
+        self._spilled.remove(block)
         self._ssd.free(block.slot.pages)
         block.slot = None
         self._record_removal(block, node)

@@ -157,6 +157,7 @@ class KvdClient:
         checkpoint_tokens: Sequence[int] | None = None,
         grant: Grant | None = None,
         tail: bytes = b"",
+        tenant: str = "",
     ) -> WriteLease | NotNow:
         """Pages for a prefill up to `tokens`. `hashes` identify its whole blocks, and `tail` (a
         `tail_hash`) the tokens after them: the engine that attaches the transfer compares both with
@@ -164,14 +165,14 @@ class KvdClient:
 
         `checkpoint_tokens`: the boundaries whose states are kept; None lets the pool's policy
         choose. The checkpoints of the `grant` are always included. With a grant, state is sent to
-        the receiver as it becomes ready.
+        the receiver as it becomes ready. `tenant`: whose prompt it is, where no grant says so.
         """
         wanted = None if checkpoint_tokens is None else tuple(checkpoint_tokens)
         connection = self._connected()
-        return connection.begin(Begin(tuple(hashes), tokens, wanted, grant, tail))
+        return connection.begin(Begin(tuple(hashes), tokens, wanted, grant, tail, tenant=tenant))
 
     def begin_answer(
-        self, hashes: Sequence[bytes], tokens: int, *, first_token: int
+        self, hashes: Sequence[bytes], tokens: int, *, first_token: int, tenant: str = ""
     ) -> WriteLease | NotNow:
         """Pages for an answer that has ended: `hashes` identify the whole blocks of prompt and
         answer, up to `tokens`, a block boundary. The engine has full attention from `first_token`
@@ -180,7 +181,8 @@ class KvdClient:
         connection = self._connected()
         if not connection.registered.keeps_answers:
             return NotNow("the kvd is of an earlier version, which does not keep answers", 3600.0)
-        return connection.begin(Begin(tuple(hashes), tokens, answer_from=first_token))
+        call = Begin(tuple(hashes), tokens, answer_from=first_token, tenant=tenant)
+        return connection.begin(call)
 
     def attach(self, transfer_id: TransferId, attachments: int = 1) -> ReadLease:
         """Takes over a committed transfer. TransferFailed names the reason when this is not

@@ -19,7 +19,7 @@ from prfaas.contracts.kvd_api import MAX_GROUPS, MAX_HEADS, BlockName, GroupName
 from prfaas.contracts.openai import MAX_CHOICES
 from prfaas.errors import WireError
 from prfaas.kvspec import Segment, SegmentShare
-from prfaas.types import Compat, Grant, NotNow, TransferId
+from prfaas.types import Compat, Grant, NotNow, TenantTag, TransferId
 
 MAX_FRAME_BYTES = 256 << 20  # enough for a ticket of a million blocks; a larger frame is an error
 _LENGTH = struct.Struct("!I")
@@ -93,6 +93,7 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     grant: Grant | None = None
     tail: Annotated[bytes, msgspec.Meta(max_length=64)] = b""  # `tail_hash` of the prompt
     answer_from: _Count | None = None
+    tenant: TenantTag = ""  # whose prompt it is, where no grant says so
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

@@ -52,7 +52,7 @@ from prfaas.kvd.engine_socket.messages import (
 from prfaas.kvd.engine_socket.pins import PinnedPrefixes
 from prfaas.kvd.store import Storage, Store
 from prfaas.kvd.transfers.incoming import IncomingTransfers
-from prfaas.kvd.transfers.outgoing import OutgoingTransfers
+from prfaas.kvd.transfers.outgoing import OutgoingTransfers, owner_of
 from prfaas.kvspec import LinearState
 from prfaas.types import NodeId, NotNow
 
@@ -187,6 +187,7 @@ class _Connection(asyncio.Protocol):
                     call.tokens,
                     None if wanted is None else (*wanted, *promised),
                     promised,
+                    owner_of(call),
                 )
             case Pin():
                 return store.prepared(storage, call.hashes)

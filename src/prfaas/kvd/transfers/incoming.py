@@ -97,7 +97,9 @@ class IncomingTransfers:
             return self._refusal
         wanted = _checkpoints(request)
         storage = self._store.storage_of(request.compat)
-        async with self._store.prepared(storage, request.hashes, request.handoff_tokens, wanted):
+        async with self._store.prepared(
+            storage, request.hashes, request.handoff_tokens, wanted, tenant=request.tenant
+        ):
             return self.open(request, trace)
 
     def open(self, request: OpenTransfer, trace: TraceContext | None = None) -> Grant | NotNow:
@@ -124,6 +126,7 @@ class IncomingTransfers:
             request.handoff_tokens,
             now=self._clock.now(),
             checkpoint_tokens=_checkpoints(request),
+            tenant=request.tenant,
         )
         self._store.publish_changes()
         if isinstance(lease, NotNow):
@@ -137,6 +140,7 @@ class IncomingTransfers:
             transfer_id=request.transfer_id,
             form=storage.form,
             traceparent=trace.traceparent if trace is not None else None,
+            tenant=request.tenant,
         )
         state = IncomingState(self._timeouts.dispatch_s)
         granted_s = self._clock.now()

@@ -299,10 +299,14 @@ class OutgoingTransfers:
     def _reserve(self, storage: Storage, request: Begin) -> Lease | NotNow:
         """The lease includes the checkpoints of the grant where the prefill computes them."""
         hashes = [BlockHash(name) for name in request.hashes]
+        tenant = owner_of(request)
         if request.answer_from is not None:
-            now = self._clock.now()
             answer = storage.pool.reserve_answer(
-                hashes, request.tokens, first_token=request.answer_from, now=now
+                hashes,
+                request.tokens,
+                first_token=request.answer_from,
+                now=self._clock.now(),
+                tenant=tenant,
             )
             self._store.spill_ahead(storage)
             return answer
@@ -311,7 +315,7 @@ class OutgoingTransfers:
         def reserve(checkpoints: tuple[int, ...] | None) -> Lease | NotNow:
             now = self._clock.now()
             return storage.pool.reserve(
-                hashes, request.tokens, now=now, checkpoint_tokens=checkpoints
+                hashes, request.tokens, now=now, checkpoint_tokens=checkpoints, tenant=tenant
             )
 
         if request.checkpoint_tokens is not None:
@@ -418,6 +422,11 @@ class OutgoingTransfers:
         if self._leases.pop(outgoing.lease.id, None) is not None:
             outgoing.storage.pool.release(outgoing.lease.id, self._clock.now())
             self._store.publish_changes()
+
+
+def owner_of(request: Begin) -> str:
+    """The tag of the tenant for whom an engine computes."""
+    return request.grant.tenant if request.grant is not None else request.tenant
 
 
 def check_grant(storage: Storage, grant: Grant, tokens: int) -> None:

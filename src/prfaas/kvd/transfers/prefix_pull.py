@@ -75,7 +75,7 @@ async def _pull(
     if there.tokens <= here.tokens:
         return PrefixPulled(here.tokens, 0)
     hashes = request.hashes[: there.tokens // storage.block_tokens]
-    wanted = OpenTransfer(hashes, there.tokens, storage.compat)
+    wanted = OpenTransfer(hashes, there.tokens, storage.compat, tenant=there.tenant)
     grant = await incoming.open_prepared(wanted, trace)
     if isinstance(grant, NotNow):
         return grant
