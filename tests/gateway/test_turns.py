@@ -213,6 +213,19 @@ def test_time_before_a_job_begins_is_not_its_tenants() -> None:
     assert order.take(6.0) is not None and order.take(6.0) is not None
 
 
+def test_a_job_is_long_by_the_processor_time_that_it_takes() -> None:
+    """On a busy machine a short job takes a long time."""
+    for cpu_s, most in (LONG_S / 2, 2), (2 * LONG_S, 1):
+        order = TurnOrder[int](2, tenants("a", "b"))
+        order.add("a", 0)
+        worker, _ = order.take(0.0) or (-1, 0)
+        order.measured(worker, cpu_s)
+        order.end(worker, 5.0)
+        for item in range(3):
+            order.add("a", item)
+        assert sum(order.take(5.0) is not None for _ in range(3)) == most
+
+
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("add"), st.sampled_from("abc")),

@@ -22,7 +22,7 @@ from prfaas.errors import RequestError
 from prfaas.gateway.tenants import RETRY_S, Tenants
 from prfaas.scheduler.waiting import FairClock
 
-LONG_S = 0.1  # a longer job delays another tenant's prompt noticeably
+LONG_S = 0.1  # a longer job delays another tenant's short prompt noticeably
 REMEMBERED_S = 600.0  # after its latest long job a tenant counts as one that has them
 MOST_REMEMBERED = 1024  # tenants
 WAIT_S = 30.0
@@ -34,13 +34,15 @@ T = TypeVar("T")
 class _Running(NamedTuple):
     tenant: str
     began_s: float
+    cpu_s: float | None = None  # of a job that was measured
 
 
 class TurnOrder(Generic[T]):
     """The items that wait for a worker, and the workers, which are numbers here."""
 
-    def __init__(self, workers: int, tenants: Tenants) -> None:
+    def __init__(self, workers: int, tenants: Tenants, long_s: float = LONG_S) -> None:
         self._workers = workers
+        self._long_s = long_s
         self._tenants = tenants
         self._clock = FairClock()  # of seconds of workers, divided by the weights
         self._waiting: dict[str, deque[T]] = {}  # by tenant: equals take turns
@@ -96,13 +98,18 @@ class TurnOrder(Generic[T]):
         now."""
         self._running[worker] = self._running[worker]._replace(began_s=now_s)
 
+    def measured(self, worker: int, cpu_s: float) -> None:
+        """The worker's job has taken so much of a processor. On a busy machine a short job takes a
+        long time, too; it is not a long one."""
+        self._running[worker] = self._running[worker]._replace(cpu_s=cpu_s)
+
     def end(self, worker: int, now_s: float) -> None:
         """The worker is idle again, and its tenant pays for the time."""
-        tenant, began_s = self._running.pop(worker)
+        tenant, began_s, cpu_s = self._running.pop(worker)
         self._idle.append(worker)
         used_s = now_s - began_s
         self._clock.charge(tenant, used_s / self._tenants.weight(tenant), waits=True)
-        if used_s > LONG_S:
+        if (used_s if cpu_s is None else cpu_s) > self._long_s:
             self._long_until_s.pop(tenant, None)
             self._long_until_s[tenant] = now_s + REMEMBERED_S
             if len(self._long_until_s) > MOST_REMEMBERED:
@@ -134,7 +141,7 @@ class TurnOrder(Generic[T]):
     def _is_long(self, tenant: str, now_s: float) -> bool:
         """Whether the tenant has had long jobs lately, or has one now."""
         return self._long_until_s.get(tenant, now_s) > now_s or any(
-            now_s - job.began_s > LONG_S for job in self._of(tenant)
+            now_s - job.began_s > self._long_s for job in self._of(tenant)
         )
 
     def _of(self, tenant: str) -> list[_Running]:
@@ -150,14 +157,16 @@ class Turns(Generic[W]):
         tenants: Tenants,
         clock: Clock,
         *,
+        long_s: float = LONG_S,
         queued_per_tenant: int = QUEUED_PER_TENANT,
         wait_s: float = WAIT_S,
     ) -> None:
+        """`long_s`: a job that takes more of a processor is a long one."""
         self._workers = workers
         self._clock = clock
         self._queued_per_tenant = queued_per_tenant
         self._wait_s = wait_s
-        self._order = TurnOrder[asyncio.Future[int]](len(workers), tenants)
+        self._order = TurnOrder[asyncio.Future[int]](len(workers), tenants, long_s)
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
@@ -181,6 +190,10 @@ class Turns(Generic[W]):
         """For work that had to wait for its worker to become ready: its tenant's time begins
         now."""
         self._order.begin(self._workers.index(worker), self._clock.now())
+
+    def measured(self, worker: W, cpu_s: float) -> None:
+        """For work that knows how much of a processor it has taken."""
+        self._order.measured(self._workers.index(worker), cpu_s)
 
     async def close(self) -> None:
         """Cancels the work that has begun."""

@@ -5,6 +5,7 @@ in a thread it would stop every stream. Tenants take turns at both."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -51,8 +52,21 @@ class Prompts:
         """Runs the work in a thread of those that tokenise. Raises `RequestError` when there is too
         much of the tenant's work."""
 
-        async def in_thread(_: int) -> T:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        cpu_s = 0.0
+
+        def measured() -> T:
+            nonlocal cpu_s
+            began_s = time.thread_time()
+            try:
+                return work()
+            finally:
+                cpu_s = time.thread_time() - began_s
+
+        async def in_thread(thread: int) -> T:
+            try:
+                return await asyncio.get_running_loop().run_in_executor(self._threads, measured)
+            finally:
+                self._turns.measured(thread, cpu_s)
 
         return await self._turns.run(tenant, in_thread)
 

@@ -62,6 +62,7 @@ class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
     long_fields: list[tuple[str, int]]  # name and bytes
     head_bytes: int
     read_bytes: int = 0  # of the body, decompressed
+    cpu_s: float = 0.0  # that reading it has taken
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -74,6 +75,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     code: str = ""
     ends: bool = False  # the worker takes no further job
     read_bytes: int = 0  # of the body, decompressed, before it was refused
+    cpu_s: float = 0.0
 
     @classmethod
     def of(cls, error: InputError | RequestError) -> Refused:

@@ -26,12 +26,14 @@ from prfaas.gateway.body_workers.messages import (
     WorkerSettings,
     unpack,
 )
-from prfaas.gateway.body_workers.process import Answer, WorkerLost, WorkerProcess
+from prfaas.gateway.body_workers.process import WorkerLost, WorkerProcess
 from prfaas.gateway.tenants import Tenants
 from prfaas.gateway.turns import WAIT_S, Turns
 
 _LOG = logging.getLogger(__name__)
 WORKERS = 2
+# A hundred thousand tokens of text take less: tenants that send such prompts use every worker.
+LONG_S = 0.5
 JOB_S = 20.0  # tokenising a million tokens of text takes a few seconds
 _BASE_MEMORY_BYTES = 512 << 20  # of Python and a tokenizer
 _MEMORY_PER_BYTE = 16  # of the longest body: a character may take 4 bytes, in several copies
@@ -58,7 +60,7 @@ class BodyWorkers:
         self._settings = settings
         self._count_loss = count_loss
         self.processes = [WorkerProcess(settings) for _ in range(workers)]
-        self._turns = Turns(self.processes, tenants, clock, wait_s=wait_s)
+        self._turns = Turns(self.processes, tenants, clock, long_s=LONG_S, wait_s=wait_s)
 
     @property
     def waiting(self) -> int:
@@ -99,7 +101,10 @@ class BodyWorkers:
                 # How much it had read is lost with it.
                 count_read(most_bytes(nbytes, job.encoding, self._settings.body_bytes))
             raise self._record(error) from None
-        return _request(answer, count_read)
+        assert isinstance(answer.reply, (Prepared, Refused)), answer.reply
+        count_read(answer.reply.read_bytes)
+        self._turns.measured(worker, answer.reply.cpu_s)
+        return _request(answer.reply, answer.files)
 
     def _record(self, error: WorkerLost) -> RequestError:
         _LOG.warning("%s; its request is refused", error)
@@ -118,16 +123,14 @@ class BodyWorkers:
         )
 
 
-def _request(answer: Answer, count_read: Callable[[int], None]) -> PreparedRequest:
+def _request(reply: Prepared | Refused, files: list[int]) -> PreparedRequest:
     try:
-        assert isinstance(answer.reply, (Prepared, Refused)), answer.reply
-        count_read(answer.reply.read_bytes)
-        if isinstance(answer.reply, Refused):
-            raise answer.reply.error()
-        (file,) = answer.files
-        return unpack(answer.reply, file)
+        if isinstance(reply, Refused):
+            raise reply.error()
+        (file,) = files
+        return unpack(reply, file)
     finally:
-        for file in answer.files:
+        for file in files:
             os.close(file)
 
 

@@ -16,6 +16,7 @@ import resource
 import signal
 import socket
 import sys
+import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
@@ -103,7 +104,7 @@ def _serve(connection: socket.socket, settings: WorkerSettings, preparer: Reques
 def _reply(
     job: Job, body: int, result: int, settings: WorkerSettings, preparer: RequestPreparer
 ) -> Reply:
-    read_bytes = 0
+    began_s, read_bytes = time.process_time(), 0
 
     def count(nbytes: int) -> None:
         nonlocal read_bytes
@@ -126,7 +127,8 @@ def _reply(
     except Exception:
         _LOG.error("%s", traceback.format_exc()[-_TRACEBACK_CHARS:])
         reply = Refused("internal gateway error", status=500, code="internal_error")
-    return msgspec.structs.replace(reply, read_bytes=read_bytes)
+    cpu_s = time.process_time() - began_s
+    return msgspec.structs.replace(reply, read_bytes=read_bytes, cpu_s=cpu_s)
 
 
 def _send(connection: socket.socket, reply: Reply, files: list[int] | None = None) -> None:
