@@ -89,10 +89,22 @@ def member_of(fleet: Fleet, node: NodeId) -> Member:
 
 
 def placement(
-    tokens: int, clock: Clock, *avoid: NodeId, tenant: str = "", seed: int = 0
+    tokens: int,
+    clock: Clock,
+    *avoid: NodeId,
+    tenant: str = "",
+    seed: int = 0,
+    sequences: int = 1,
 ) -> PlacementRequest:
     hashes = PromptHashes(prompt(tokens, seed), salt=tenant)
-    return PlacementRequest(Request(0, tokens, clock.now()), hashes, avoid, tenant=tenant, home=PD)
+    return PlacementRequest(
+        Request(0, tokens, clock.now()),
+        hashes,
+        avoid,
+        sequences=sequences,
+        tenant=tenant,
+        home=PD,
+    )
 
 
 async def place(router: Router, wanted: PlacementRequest) -> tuple[str, str]:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas.config.gateway import GatewaySection, TenantSection
-from prfaas.errors import RequestError
+from prfaas.errors import InputError, RequestError
 from prfaas.gateway.api.credentials import GatewayCredentials, TenantKey
 from prfaas.gateway.api.tenants import admit
 from prfaas.gateway.tenants import Tenants
@@ -163,6 +163,52 @@ def test_a_request_gives_back_what_it_has_taken() -> None:
         raise ValueError("test")
     state = found.state()["a"]
     assert (state["in_flight"], state["body_bytes"], state["queued_tokens"]) == (0, 0, 0)
+
+
+def test_each_choice_of_each_prompt_is_in_flight() -> None:
+    found = tenants("a", "b", a=TenantSection(max_in_flight=20))
+    with admit(found, "a") as one, admit(found, "a") as many:
+        assert one.add_sequences(1, 6, 64) == 1
+        assert found.in_flight.used("a") == 7
+        # Of the prompts, as many are under way at once as the tenant may have in flight.
+        with pytest.raises(RequestError, match=r"26 sequences.*limit of 20") as refused:
+            many.add_sequences(100, 4, 64)
+        assert (refused.value.status, refused.value.code) == (429, "tenant_limit")
+        assert many.add_sequences(2, 4, 64) == 2
+        assert found.in_flight.used("a") == 14
+    assert found.in_flight.used("a") == 0
+    with admit(found, "a") as alone:
+        assert alone.add_sequences(100, 3, 64) == 6
+        assert found.in_flight.used("a") == 18
+    with admit(found, "b") as other:
+        assert other.add_sequences(256, 2, 64) == 64
+
+
+def test_choices_that_a_tenant_can_never_have_are_bad_input() -> None:
+    found = tenants("a", "b", a=TenantSection(max_in_flight=2))
+    with admit(found, "a") as admitted:
+        with pytest.raises(InputError, match=r"64 choices.*2.*gateway.tenants.a.max_in_flight") as (
+            refused
+        ):
+            admitted.add_sequences(1, 64, 64)
+        assert (refused.value.where, refused.value.fix) == ("n", "send at most 2")
+        assert admitted.add_sequences(1, 2, 64) == 1
+
+
+def test_each_choice_counts_the_tokens_of_its_prompt() -> None:
+    clock = FakeClock()
+    section = TenantSection(max_queued_tokens=1_000, max_tokens_per_minute=600)
+    found = Tenants(GatewaySection(tenant_default=section), lambda: frozenset({"a", "b"}), clock)
+    with admit(found, "a") as admitted:
+        admitted.begin_wait(20, 64)
+        assert found.queued_tokens.used("a") == 1_000, "alone, it is served"
+    with pytest.raises(RequestError, match="600 prompt tokens per minute"), admit(found, "a"):
+        pass
+    with admit(found, "b") as admitted:
+        admitted.begin_wait(20)
+        assert found.queued_tokens.used("b") == 20
+    with admit(found, "b"):
+        pass
 
 
 def test_a_prompt_longer_than_the_limit_is_served_when_it_is_alone() -> None:

@@ -43,14 +43,14 @@ class Deployment:
         self.sent: list[PlacementRequest] = []
         self.dispatched: list[tuple[str, Booking]] = []
         self.running: dict[NodeId, list[tuple[float, Booking]]] = {}
-        self._seed = 0
+        self.seed = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def send(self, tenant: str, tokens: int = LONG, count: int = 1) -> None:
         """Returns when each of the requests is dispatched or waits."""
         for _ in range(count):
-            self._seed += 1
-            wanted = placement(tokens, self.clock, tenant=tenant, seed=self._seed)
+            self.seed += 1
+            wanted = placement(tokens, self.clock, tenant=tenant, seed=self.seed)
             self.sent.append(wanted)
             self._tasks.add(asyncio.create_task(self._serve(wanted)))
             await asyncio.sleep(0)
@@ -205,6 +205,31 @@ async def test_requests_wait_while_no_decode_node_has_a_free_slot(policy: str) -
         step(deployment.fleet, deployment.router)
         await until(lambda: len(deployment.dispatched) > 0)
         deployment.router.waiting_room.check()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+async def test_choices_that_fill_the_decode_nodes_keep_no_other_tenant_waiting(policy: str) -> None:
+    """Each choice counts. The tenant's next request waits here, and that of another one does not,
+    although all choices of the first have arrived at the nodes."""
+    async with running(policy) as deployment:
+        router, board, clock = deployment.router, deployment.fleet.board, deployment.clock
+        slots = board.node(B).slots
+
+        def asked(tenant: str, sequences: int = 1) -> PlacementRequest:
+            deployment.seed += 1
+            return placement(SHORT, clock, tenant=tenant, seed=deployment.seed, sequences=sequences)
+
+        for _ in range(2):
+            many = asked("flood", 2 * slots)
+            assert router.try_dispatch(many) is None and many.booking is not None
+            many.booking.landed(clock.now())
+            clock.advance(60.0)
+        assert {board.node(node).active for node in (B, C)} == {2 * slots}
+        for node in (B, C):
+            board.record_report(node, full_report(2 * slots, clock))
+        hold = router.try_dispatch(asked("flood"))
+        assert hold is not None and hold.reason == "no decode node has a free slot"
+        assert router.try_dispatch(asked("other")) is None
 
 
 async def test_the_end_of_a_response_lets_the_next_request_in() -> None:

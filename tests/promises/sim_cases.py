@@ -222,7 +222,7 @@ class Watched(World):
         unserved = len(self.waiting_room)
         found = [] if self.in_flight == unserved else [f"{self.in_flight} requests in flight"]
         for name, node in self.nodes.items():
-            own, left = self.board.own_requests(name), self.board.own_prefills(name, self.now_s)
+            own, left = self.board.own_sequences(name), self.board.own_prefills(name, self.now_s)
             view = self.board.node(name)
             booked = (own.active, own.decoding, left.prefills, view.queued)
             if any(booked) or node.prefills or node.decodes:

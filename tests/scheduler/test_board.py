@@ -201,7 +201,7 @@ def test_nodes_join_and_leave() -> None:
     subject.assign(new, "decode", usable=False)
     assert subject.node(new).role == "decode" and not subject.node(new).usable
     assert seen(subject, LOCAL[2]) == before, "places have shifted, accounts have not"
-    assert subject.own_requests(LOCAL[2]).decoding == 0
+    assert subject.own_sequences(LOCAL[2]).decoding == 0
 
 
 def test_work_of_other_routers_does_not_keep_a_node() -> None:

@@ -32,16 +32,19 @@ class TenantSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     this gateway reads and tokenises requests, are shared between the tenants that wait, in
     proportion to their weights. The default is 1."""
     max_in_flight: Count | None = None
-    """Requests of the tenant in flight. Further requests are refused with status 429. The default
-    is `gateway.max_in_flight`, and half of it where the gateway has several tenants."""
+    """Sequences of the tenant in flight: each choice (`n`) of each prompt counts. Further requests
+    are refused with status 429, and a request that alone has more choices with status 400. The
+    default is `gateway.max_in_flight`, and half of it where the gateway has several tenants."""
     max_queued_tokens: Count | None = None
-    """Prompt tokens of the tenant's requests that have no first token yet. Further requests are
-    refused with status 429, but a request that is alone is served, whatever its length. The default
-    is `gateway.max_queued_tokens`, and half of it where the gateway has several tenants."""
+    """Prompt tokens of the tenant's requests that have no first token yet, counted once for each
+    choice. Further requests are refused with status 429, but a request that is alone is served,
+    whatever its length. The default is `gateway.max_queued_tokens`, and half of it where the
+    gateway has several tenants."""
     max_tokens_per_minute: Count | None = None
-    """Prompt tokens that the tenant may send to this gateway in a minute. A body counts at least
-    one token for every 8 bytes, decompressed, also when it is refused. A tenant that has sent more
-    is refused with status 429 until the time has passed. The default is no limit."""
+    """Prompt tokens that the tenant may send to this gateway in a minute, counted once for each
+    choice. A body counts at least one token for every 8 bytes, decompressed, also when it is
+    refused. A tenant that has sent more is refused with status 429 until the time has passed. The
+    default is no limit."""
     max_bodies_mb: Amount | None = None
     """Bodies of the tenant's requests in flight together, in 10^6 bytes. Further requests are
     refused with status 429, and a body that alone is larger with status 413. The default is
@@ -152,12 +155,13 @@ class GatewaySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     advise: bool = False
     """Whether plans are only shown, and threshold and roles stay as they are."""
     max_in_flight: Count = 2048
-    """Requests in flight. Further requests are refused with status 429."""
+    """Sequences in flight: each choice (`n`) of each prompt counts. Further requests are refused
+    with status 429."""
     max_queued: Count = 4096
     """Requests that wait for a node. Further requests are refused with status 429."""
     max_queued_tokens: Count = 100_000_000
-    """Prompt tokens of the requests that have no first token yet. Further requests are refused with
-    status 429."""
+    """Prompt tokens of the requests that have no first token yet, counted once for each choice.
+    Further requests are refused with status 429."""
     max_attempts: Count = 4
     """Attempts of one request, including the first."""
     max_body_mb: Amount = 64.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from prfaas.clock import Clock
+from prfaas.contracts.slot_shares import has_slot, held_slots
 from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.placement import PlacementRequest
 from prfaas.gateway.tenants import Tenants
@@ -42,7 +43,8 @@ class FairHolds:
             # retried whenever something has ended. Of all nodes that could serve the request alone,
             # this one has the least wait.
             node = self._fleet.board.node(found.decode)
-            if self._is_free(node) and self._wait_s(node.node) <= state.rules.adaptive.queue_s:
+            is_free = self._is_free(node, placement.tenant)
+            if is_free and self._wait_s(node.node) <= state.rules.adaptive.queue_s:
                 return None
             return Hold("every decode node is busy", None, found.prefill_s, arrived_s)
 
@@ -53,7 +55,7 @@ class FairHolds:
         if not has_room(found.cluster, view, state):
             if self._wait_s(found.prefill) > state.rules.adaptive.queue_s:
                 return hold("every prefill queue of the cluster is long enough")
-        if not self.can_decode(home, placement.avoid):
+        if not self.has_slot(home, placement.tenant, placement.avoid):
             reason = "no decode node has a free slot"
             return Hold(reason, self._slots_queue(found), found.prefill_s, arrived_s)
         if found.cluster == placement.waits_for:
@@ -71,18 +73,22 @@ class FairHolds:
         the queue of a PrfaaS cluster tells other homes that it wants to prefill there."""
         return found.cluster if len(self._fleet.homes) == 1 else found.decode_cluster
 
-    def can_decode(self, home: ClusterId, avoid: Collection[NodeId] = ()) -> bool:
-        """Whether a decode node of `home` has a free slot. A slot is free until a request's state
-        is in place: if requests were held while others are prefilled for the last slots, slots
-        would be idle for the time of a prefill."""
+    def has_slot(self, home: ClusterId, tenant: str, avoid: Collection[NodeId] = ()) -> bool:
+        """Whether a decode node of `home` has a free slot that the tenant may take. A slot is free
+        until a request's state is in place: if requests were held while others are prefilled for
+        the last slots, slots would be idle for the time of a prefill."""
         nodes = self._fleet.board.cluster(home).nodes
         usable = [node for node in nodes if node.usable and node.role == "decode"]
         chosen = [node for node in usable if node.node not in avoid] or usable
         # Where no node decodes any more, a request that waits is routed anew.
-        return not chosen or any(self._is_free(node) for node in chosen)
+        return not chosen or any(self._is_free(node, tenant) for node in chosen)
 
-    def _is_free(self, node: NodeView) -> bool:
-        return self._fleet.board.decoding(node.node) < node.slots
+    def _is_free(self, node: NodeView, tenant: str) -> bool:
+        """Nodes share their slots by the same rule, so a flood's sequences that wait there for a
+        slot do not keep another tenant's request here."""
+        decoding = self._fleet.board.decoding(node.node)
+        held = held_slots(decoding.own.values(), node.slots, decoding.others)
+        return has_slot(held, decoding.own.get(tenant, 0), node.slots)
 
     def _wait_s(self, node: NodeId) -> float:
         """Prefill seconds that a node has before a new request."""

@@ -125,8 +125,8 @@ class GenerationApi:
         record.prompt_tokens = sum(len(each.token_ids) for each in requests)
         record.stream = prepared.stream
         several = len(requests) > 1
-        parallel = admitted.add_prompts(len(requests), PARALLEL_PROMPTS)
-        admitted.begin_wait(record.prompt_tokens)
+        parallel = admitted.add_sequences(len(requests), prepared.n, PARALLEL_PROMPTS)
+        admitted.begin_wait(record.prompt_tokens, prepared.n)
 
         def first_event() -> None:
             record.trace.first_token_s = self._request_log.now()
@@ -218,9 +218,13 @@ class GenerationApi:
             multimodal=prepared.multimodal,
             n=prepared.n,
             tenant=sender.tenant,
-            tenant_tag=self._credentials.tenant_tag(sender.tenant),
+            tenant_tag=self._tag(sender.tenant),
             cluster=request.headers.get(CLUSTER_HEADER, ""),
         )
+
+    def _tag(self, tenant: str) -> str:
+        """A tenant that is alone is not named: nothing need be kept free for others."""
+        return self._credentials.tenant_tag(tenant) if self._limits.tenants.several else ""
 
 
 def _unknown() -> None:

@@ -24,6 +24,7 @@ class PlacementRequest:
     booking: Booking | None = None
     placed: asyncio.Event = field(default_factory=asyncio.Event)
     streams: bool = True  # whether its answer does
+    sequences: int = 1  # choices of its answer, each of which takes a decode slot
     tenant: str = ""
     home: ClusterId = ClusterId("")  # the PD cluster at which the request has arrived
     waits_for: ClusterId | None = None  # the cluster in whose queue the request is or was last

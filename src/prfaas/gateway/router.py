@@ -183,7 +183,12 @@ class Router:
                 "console", partial(self._record_explanation, placement, taken, cached)
             )
         placement.booking = self._fleet.book(
-            found, request.prompt_tokens, self._retry_if_waiting, streams=placement.streams
+            found,
+            request.prompt_tokens,
+            self._retry_if_waiting,
+            streams=placement.streams,
+            sequences=placement.sequences,
+            tenant=placement.tenant,
         )
         weight = 1.0
         if self._shares is not None and found.offloaded:
@@ -223,7 +228,8 @@ class Router:
             if not self.tenants.several:
                 return True
             homes = [cluster] if cluster in self.states else self._fleet.homes
-            return any(self._fair_holds.can_decode(home) for home in homes)
+            tenants = {tenant_of(queue) for queue in self.waiting_room.tenants(cluster)}
+            return any(self._fair_holds.has_slot(h, tenant) for h in homes for tenant in tenants)
         return cluster in self.states and self._decisions.has_room_in_a_set(cluster)
 
     def _is_blocked(self, cluster: ClusterId, queue: str, work_s: float) -> bool:

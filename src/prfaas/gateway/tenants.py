@@ -54,7 +54,7 @@ class Tenants:
         self._names = names
         later_s = section.timeouts.queue_retry_after_s
         self.in_flight = SharedLimit(
-            self, "max_in_flight", section.max_in_flight, "requests in flight", RETRY_S
+            self, "max_in_flight", section.max_in_flight, "sequences in flight", RETRY_S
         )
         self.body_bytes = SharedLimit(
             self,

@@ -34,14 +34,22 @@ class NodeReport(NamedTuple):
 
     at_s: float
     others_s: float  # seconds of prefill work there that this router has not dispatched
-    decoding: int  # requests in its decode batch or waiting for a slot
+    decoding: int  # sequences in its decode batch or waiting for a slot
 
 
-class OwnRequests(NamedTuple):
-    """Requests of this router that a node decodes."""
+class OwnSequences(NamedTuple):
+    """Sequences of this router's requests that a node decodes."""
 
     decoding: int  # whose KV is in place and that have not ended
     active: int  # these, and those whose KV is still to arrive
+
+
+class Decoding(NamedTuple):
+    """Sequences at a node whose KV is in place and that have not ended. Not all of them need have a
+    slot."""
+
+    own: Mapping[str, int]  # of this router's requests, by tenant
+    others: int  # of other routers
 
 
 class OwnPrefills(NamedTuple):
@@ -54,12 +62,21 @@ class OwnPrefills(NamedTuple):
 class Dispatch:
     """One attempt of one request, from its dispatch on. Only the board reads its fields."""
 
-    __slots__ = ("at_s", "kv_bytes", "ready_s", "route", "shows_prefill")
+    __slots__ = ("at_s", "kv_bytes", "ready_s", "route", "sequences", "shows_prefill", "tenant")
 
     def __init__(
-        self, route: Route, kv_bytes: float, at_s: float, *, shows_prefill: bool = True
+        self,
+        route: Route,
+        kv_bytes: float,
+        at_s: float,
+        *,
+        shows_prefill: bool = True,
+        sequences: int = 1,
+        tenant: str = "",
     ) -> None:
         self.route = route
+        self.sequences = sequences  # that it decodes: the choices of the answer
+        self.tenant = tenant
         self.shows_prefill = shows_prefill  # whether the end of its prefill will be seen
         self.kv_bytes = kv_bytes  # of decode memory that are reserved for it
         self.at_s = at_s
@@ -71,6 +88,7 @@ class Dispatch:
 class _BoardNode:
     __slots__ = (
         "cluster",
+        "decodes_of",
         "jobs",
         "jobs_s",
         "other_decodes",
@@ -92,8 +110,10 @@ class _BoardNode:
         self.unfinished: dict[Dispatch, None] = {}
         self.since_s = -math.inf  # when the first job could begin
         self.others_until_s = -math.inf  # when the prefills of others will have ended
-        self.own_decodes = 0  # own requests whose KV is in place and that have not ended
-        self.other_decodes = 0  # requests that the node decodes for other routers
+        # Own sequences whose KV is in place and that have not ended: all, and by tenant.
+        self.own_decodes = 0
+        self.decodes_of: dict[str, int] = {}
+        self.other_decodes = 0  # sequences that the node decodes for other routers
 
     def put(self, view: NodeView) -> None:
         self.view = view
@@ -115,6 +135,14 @@ class _BoardNode:
         self.put(
             NodeView(node, role, usable, free_at, queued, active + more, slots, left, next_s, pace)
         )
+
+    def add_decodes(self, tenant: str, more: int) -> None:
+        self.own_decodes += more
+        left = self.decodes_of.get(tenant, 0) + more
+        if left:
+            self.decodes_of[tenant] = left
+        else:
+            self.decodes_of.pop(tenant, None)
 
     def add_job(self, job: Dispatch) -> None:
         self.unfinished[job] = None
@@ -225,14 +253,14 @@ class Board:
     def node(self, name: NodeId) -> NodeView:
         return self._nodes[name].view
 
-    def own_requests(self, name: NodeId) -> OwnRequests:
+    def own_sequences(self, name: NodeId) -> OwnSequences:
         node = self._nodes[name]
-        return OwnRequests(node.own_decodes, node.view.active - node.other_decodes)
+        return OwnSequences(node.own_decodes, node.view.active - node.other_decodes)
 
-    def decoding(self, name: NodeId) -> int:
-        """Requests whose KV is in place and that have not ended, also those of other routers."""
+    def decoding(self, name: NodeId) -> Decoding:
+        """As it is now: the next record changes it."""
         node = self._nodes[name]
-        return node.own_decodes + node.other_decodes
+        return Decoding(node.decodes_of, node.other_decodes)
 
     def __contains__(self, name: NodeId) -> bool:
         return name in self._nodes
@@ -268,17 +296,30 @@ class Board:
     # Dispatches of this router --------------------------------------------------------------------
 
     def record_dispatch(
-        self, route: Route, kv_bytes: float, now_s: float, *, streams: bool = True
+        self,
+        route: Route,
+        kv_bytes: float,
+        now_s: float,
+        *,
+        streams: bool = True,
+        sequences: int = 1,
+        tenant: str = "",
     ) -> Dispatch:
-        """A request was dispatched; `kv_bytes` of decode memory are reserved for it. `streams`:
-        whether its answer streams."""
-        shows_prefill = streams or not route.alone
-        job = Dispatch(route, kv_bytes, now_s, shows_prefill=shows_prefill)
+        """A request of the tenant was dispatched; `kv_bytes` of decode memory and so many slots as
+        it has `sequences` are reserved for it. `streams`: whether its answer streams."""
+        job = Dispatch(
+            route,
+            kv_bytes,
+            now_s,
+            shows_prefill=streams or not route.alone,
+            sequences=sequences,
+            tenant=tenant,
+        )
         node = self._nodes[route.prefill]
         start = node.view.free_at_s
         node.add_job(job)
         node.set_work(max(start, job.ready_s) + route.prefill_s, +1)
-        self._nodes[route.decode].reserve(+1, kv_bytes)
+        self._nodes[route.decode].reserve(sequences, kv_bytes)
         if route.next_alone_s is not None:
             next_s = max(node.view.next_alone_s, route.next_alone_s)
             node.put(node.view._replace(next_alone_s=next_s))
@@ -306,7 +347,7 @@ class Board:
         the node gets the next one later, in proportion."""
         route = job.route
         self.record_prefilled(job, now_s)
-        self._nodes[route.decode].own_decodes += 1
+        self._nodes[route.decode].add_decodes(job.tenant, job.sequences)
         if route.next_alone_s is not None and took_s > route.prefill_s:
             node, began_s = self._nodes[route.prefill], now_s - took_s
             pause_s = (route.next_alone_s - job.at_s) * took_s / route.prefill_s
@@ -318,14 +359,14 @@ class Board:
     def record_end(self, job: Dispatch) -> None:
         """The last token was sent, or the stream broke after the hand-off."""
         decode = self._nodes[job.route.decode]
-        decode.own_decodes -= 1
-        decode.reserve(-1, -job.kv_bytes)
+        decode.add_decodes(job.tenant, -job.sequences)
+        decode.reserve(-job.sequences, -job.kv_bytes)
 
     def record_failure(self, job: Dispatch, now_s: float) -> None:
         """The attempt failed before its hand-off was in place."""
         route = job.route
         self.record_prefilled(job, now_s)
-        self._nodes[route.decode].reserve(-1, -job.kv_bytes)
+        self._nodes[route.decode].reserve(-job.sequences, -job.kv_bytes)
         if route.offloaded:
             self._reserve_link(route, -route.nbytes)
 

@@ -32,7 +32,7 @@ class NodeView(NamedTuple):
     usable: bool  # live, and not draining before a change of role
     free_at_s: float  # when its prefills will have ended; in the past: idle
     queued: int  # prefills dispatched to it and not finished
-    active: int  # requests that it decodes or will decode
+    active: int  # sequences that it decodes or will decode
     slots: int  # limit of its decode batch, the same for all nodes of a cluster
     free_kv_bytes: float  # decode memory that is not reserved
     next_alone_s: float = -math.inf  # when it may next prefill for itself beside its decodes

@@ -111,7 +111,7 @@ class OneNode:
             if self.before_answer is not None:
                 await self.before_answer()
             async with self.node.http.post(
-                request.path, data=joined(encode_body(body))
+                request.path, data=joined(encode_body(body)), headers=request.headers
             ) as response:
                 if response.status != 200:
                     error = (await response.json())["error"]

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from prfaas.contracts.openai import TENANT_HEADER
 from prfaas.engine.emulated.pace import Scales
 from prfaas.gateway.api.credentials import TenantKey
 from prfaas.security.shared_key import SharedKey
@@ -55,6 +56,54 @@ async def test_a_tenant_that_takes_all_it_can_leaves_room_for_another() -> None:
             assert (error["code"], error["type"]) == ("tenant_limit", "rate_limit_error")
             assert "limit of 2 (half of gateway.max_in_flight" in error["message"]
             assert (await server.post("/v1/completions", GOOD, **B))[0] == 200
+
+
+async def test_each_choice_of_a_request_counts() -> None:
+    async with api_server(keys=KEYS, max_in_flight=8, scales=SLOW) as server:
+        body = {**GOOD, "n": 3, "max_tokens": 3000, "stream": True}
+        async with server.http.post(f"{server.url}/v1/completions", json=body, headers=A) as answer:
+            assert answer.status == 200
+            error = await refusal(server, A, {**GOOD, "n": 2})
+            assert error["code"] == "tenant_limit" and "5 sequences" in error["message"]
+            assert "limit of 4 (half of gateway.max_in_flight" in error["message"]
+            assert (await server.post("/v1/completions", {**GOOD, "n": 4}, **B))[0] == 200
+
+
+async def test_a_request_is_answered_while_another_tenants_choices_fill_the_engine() -> None:
+    """The flood's choices need minutes at this engine, which decodes 8 sequences together."""
+    body = {**GOOD, "n": 64, "max_tokens": 3000}
+    async with api_server(keys=KEYS, scales=SLOW) as server, asyncio.TaskGroup() as tasks:
+        floods = []
+        async with asyncio.timeout(PATIENCE_S):
+            # Those of one request that are there at once, and the first one of the other.
+            for sequences in (8, 8 + 1):
+                floods.append(tasks.create_task(server.post("/v1/completions", body, **A)))
+                while await sequences_at_node(server) < sequences:
+                    pass
+            status, answer = await server.post("/v1/completions", {**GOOD, "max_tokens": 20}, **B)
+        assert (status, answer["usage"]["completion_tokens"]) == (200, 20)
+        assert not [flood.result() for flood in floods if flood.done()]
+        for flood in floods:
+            flood.cancel()
+
+
+async def test_a_tenant_that_is_alone_is_not_named_to_nodes() -> None:
+    """So that nodes keep nothing free for others."""
+    for keys, named in ((KEYS[:1], False), (KEYS, True)):
+        async with api_server(keys=keys) as server:
+            assert (await server.post("/v1/completions", GOOD, **A))[0] == 200
+            (request,) = server.backend.requests
+            assert (TENANT_HEADER in request.headers) == named
+
+
+async def test_choices_that_a_tenant_can_never_have_are_refused_by_their_field() -> None:
+    limits: dict[str, Any] = {"tenants": {"a": {"max_in_flight": 2}}}
+    async with api_server(keys=KEYS, **limits) as server:
+        status, answer = await server.post("/v1/completions", {**GOOD, "n": 64}, **A)
+        assert (status, answer["error"]["param"]) == (400, "n")
+        assert "gateway.tenants.a.max_in_flight" in answer["error"]["message"]
+        assert (await server.post("/v1/completions", {**GOOD, "n": 2}, **A))[0] == 200
+        assert not server.backend.requests[1:], "the refused one did not reach a node"
 
 
 async def test_bodies_that_a_tenant_does_not_complete_leave_room_for_anothers() -> None:
@@ -116,6 +165,14 @@ async def test_with_one_tenant_the_limit_is_the_deployments() -> None:
             error = await refusal(server, A)
             assert error["code"] == "overloaded"
             assert "gateway.max_in_flight = 3" in error["message"]
+
+
+async def sequences_at_node(server: ApiServer) -> float:
+    """That it decodes, or that wait for a slot there."""
+    async with server.backend.node.http.get("/metrics") as answer:
+        lines = (await answer.text()).splitlines()
+    names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(names))
 
 
 async def begin_body(server: ApiServer, key: str, nbytes: int) -> asyncio.StreamWriter:

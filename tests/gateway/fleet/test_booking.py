@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from prfaas.gateway.fleet.booking import Booking
 from prfaas.gateway.fleet.gateway_work import GatewayWork
-from prfaas.scheduler.board import Board
+from prfaas.scheduler.board import Board, NodeReport
 from prfaas.scheduler.request import Route
 from prfaas.scheduler.view import LinkView
 from prfaas.testing.clock import FakeClock
@@ -34,7 +34,14 @@ def test_after_its_end_a_request_leaves_nothing_on_the_board(
         cluster = FAR if offloaded else NEAR
         route = Route(cluster, prefill, NEAR, LOCAL[2], offloaded, 0, 100, 1000, 2.0, (), "test")
         free = partial(freed.append, index)
-        bookings.append(Booking(board, work, route, 5e8, 0.0, free, streams=True))
+        bookings.append(
+            Booking(
+                *(board, work, route, 5e8, 0.0, free),
+                streams=True,
+                sequences=1 + index % 3,
+                tenant=f"tenant {index % 2}",
+            )
+        )
     todo = [(b, step) for b, (_, steps) in zip(bookings, attempts, strict=True) for step in steps]
     random.shuffle(todo)  # type: ignore[attr-defined]
     for now_s, (booking, step) in enumerate(todo):
@@ -51,3 +58,34 @@ def test_after_its_end_a_request_leaves_nothing_on_the_board(
     for name in (LOCAL[0], REMOTE[0]):
         board.forget_work(name)
     assert books(board) == start
+    assert board.decoding(LOCAL[2]) == ({}, 0)
+
+
+def test_each_choice_of_a_request_is_booked() -> None:
+    board = Board(COSTS, [(NEAR, LOCAL)], {}, slots=16)
+    work = GatewayWork(board, FakeClock())
+    for name in LOCAL:
+        work.add(name)
+    route = Route(NEAR, LOCAL[0], NEAR, LOCAL[2], False, 0, 100, 1000, 2.0, (), "test")
+
+    def book(tenant: str, sequences: int) -> Booking:
+        return Booking(
+            *(board, work, route, 5e8, 0.0, lambda: None),
+            streams=True,
+            sequences=sequences,
+            tenant=tenant,
+        )
+
+    first, second, other = book("a", 64), book("a", 2), book("b", 1)
+    assert board.node(LOCAL[2]).active == 67
+    assert board.decoding(LOCAL[2]).own == {}, "no state is in place yet"
+    for booking in (first, second, other):
+        booking.landed(1.0)
+    assert board.decoding(LOCAL[2]).own == {"a": 66, "b": 1}
+    assert work.own_loads()[LOCAL[2]].decodes == 67, "as other gateways learn it"
+    # The node has told of the same sequences, and of two more.
+    board.record_report(LOCAL[2], NodeReport(2.0, 0.0, 69))
+    assert board.decoding(LOCAL[2]).others == 2 and board.node(LOCAL[2]).active == 69
+    first.close(3.0)
+    assert board.decoding(LOCAL[2]).own == {"a": 2, "b": 1}
+    assert board.node(LOCAL[2]).active == 5

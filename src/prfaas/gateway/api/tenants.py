@@ -1,4 +1,4 @@
-"""Admission of a tenant's requests: tokens per minute, requests in flight, bytes of bodies, and
+"""Admission of a tenant's requests: tokens per minute, sequences in flight, bytes of bodies, and
 prompt tokens that wait."""
 
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from prfaas.errors import RequestError
+from prfaas.errors import InputError, RequestError
 from prfaas.gateway.tenants import Tenants
 from prfaas.gateway.token_rates import BYTES_PER_TOKEN
 
@@ -20,7 +20,7 @@ class AdmittedRequest:
         self._nbytes = 0
         self._charged_bytes = 0
         self._tokens = 0
-        self._requests = 1
+        self._sequences = 1
 
     def check_body(self, nbytes: int) -> None:
         """Raises `RequestError` for a body that the tenant could not send even alone. Called with
@@ -53,28 +53,40 @@ class AdmittedRequest:
             self._tenants.token_rates.charge(self._tenant, more / BYTES_PER_TOKEN)
             self._charged_bytes = nbytes
 
-    def add_prompts(self, prompts: int, most: int) -> int:
-        """A request with several prompts counts as so many requests as are under way at once. It
-        never has more under way than its tenant may have; the others start later. Returns the
-        number, at most `most`. Raises `RequestError`."""
-        limits = (self._tenants.in_flight, self._tenants.waiting)
-        allowed = min(limit.most(self._tenant).value for limit in limits)
-        parallel = max(1, min(prompts, most, allowed))
-        if parallel > 1:
-            self._tenants.in_flight.take(self._tenant, parallel - 1)
-        self._requests = parallel
+    def add_sequences(self, prompts: int, n: int, most: int) -> int:
+        """A request counts as so many sequences as are under way at once: `n` choices for each of
+        its prompts. It never has more under way than its tenant may have; the other prompts start
+        later. Returns the number of prompts, at most `most`. Raises `RequestError`, and
+        `InputError` where the tenant may not have the choices of one prompt, even alone."""
+        in_flight = self._tenants.in_flight
+        limit = in_flight.most(self._tenant)
+        if n > limit.value:
+            raise InputError(
+                f"{n} choices are more sequences than the {limit.value} that the tenant "
+                f"{self._tenant!r} may have in flight ({limit.setting})",
+                where="n",
+                fix=f"send at most {limit.value}",
+            )
+        places = self._tenants.waiting.most(self._tenant).value
+        parallel = max(1, min(prompts, most, places, limit.value // n))
+        sequences = parallel * n
+        if sequences > 1:
+            in_flight.take(self._tenant, sequences - 1)
+        self._sequences = sequences
         return parallel
 
-    def begin_wait(self, prompt_tokens: int) -> None:
-        """The request has a prompt and waits for its first token. Raises `RequestError`."""
-        more = prompt_tokens - self._charged_bytes / BYTES_PER_TOKEN
+    def begin_wait(self, prompt_tokens: int, n: int = 1) -> None:
+        """The request has prompts and waits for its first token. Each of the `n` choices is a
+        sequence with the tokens of its prompt. Raises `RequestError`."""
+        tokens = prompt_tokens * n
+        more = tokens - self._charged_bytes / BYTES_PER_TOKEN
         self._tenants.token_rates.charge(self._tenant, max(0.0, more))
         queued = self._tenants.queued_tokens
         if not queued.used(self._tenant):
             # A request that is alone would never find more room than now.
-            prompt_tokens = min(prompt_tokens, queued.most(self._tenant).value)
-        queued.take(self._tenant, prompt_tokens)
-        self._tokens = prompt_tokens
+            tokens = min(tokens, queued.most(self._tenant).value)
+        queued.take(self._tenant, tokens)
+        self._tokens = tokens
 
     def end_wait(self) -> None:
         """The request has its first token, or will not have one."""
@@ -87,7 +99,7 @@ class AdmittedRequest:
         if self._nbytes:
             self._tenants.body_bytes.release(self._tenant, self._nbytes)
             self._nbytes = 0
-        self._tenants.in_flight.release(self._tenant, self._requests)
+        self._tenants.in_flight.release(self._tenant, self._sequences)
 
 
 @contextmanager

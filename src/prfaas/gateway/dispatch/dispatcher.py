@@ -112,6 +112,7 @@ class Dispatcher:
                     prompt,
                     attempts.avoid,
                     streams=request.stream,
+                    sequences=request.n,
                     tenant=request.tenant,
                     home=home,
                     explains=trace.explains,

@@ -10,7 +10,10 @@ from prfaas.gateway.exposition.families import counter, gauge
 from prfaas.gateway.tenants import Tenants
 
 _GAUGES = {  # by the key of the tenant's state
-    "in_flight": ("tenant_requests_in_flight", "Requests of the tenant that have not ended."),
+    "in_flight": (
+        "tenant_requests_in_flight",
+        "Sequences of the tenant's requests that have not ended.",
+    ),
     "queued": ("tenant_requests_waiting", "Requests of the tenant that wait for a node."),
     "queued_tokens": (
         "tenant_waiting_tokens",

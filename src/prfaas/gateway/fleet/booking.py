@@ -28,15 +28,19 @@ class Booking:
         on_prefill_end: Callable[[], None],
         *,
         streams: bool,
+        sequences: int = 1,
+        tenant: str = "",
     ) -> None:
         """`on_prefill_end` is called when the prefill node has finished with the request.
-        `streams`: whether the answer does."""
+        `streams`: whether the answer does. `sequences`: so many choices it has."""
         self.route = route
         self._board = board
         self._on_prefill_end = on_prefill_end
         self._stage: Stage = "made"
         self._made_s = now_s
-        self._dispatch = board.record_dispatch(route, kv_bytes, now_s, streams=streams)
+        self._dispatch = board.record_dispatch(
+            route, kv_bytes, now_s, streams=streams, sequences=sequences, tenant=tenant
+        )
         work.record_dispatch(route)
 
     @property

@@ -219,11 +219,23 @@ class Fleet:
         on_prefill_end: Callable[[], None],
         *,
         streams: bool = True,
+        sequences: int = 1,
+        tenant: str = "",
     ) -> Booking:
         costs = self.pace.costs[route.decode_cluster]
         kv_bytes = float(costs.handoff_bytes(prompt_tokens, prompt_tokens))
         now = self._clock.now()
-        return Booking(self.board, self.work, route, kv_bytes, now, on_prefill_end, streams=streams)
+        return Booking(
+            self.board,
+            self.work,
+            route,
+            kv_bytes,
+            now,
+            on_prefill_end,
+            streams=streams,
+            sequences=sequences,
+            tenant=tenant,
+        )
 
     # The state that decisions see -----------------------------------------------------------------
 

@@ -77,7 +77,7 @@ class GatewayWork:
     def record_load(self, node: NodeId, load: Load, own: int, asked_s: float) -> None:
         """Passes an engine's load to the board. `own` is `prefills_at` the node when it was
         polled."""
-        role, decoding = self._board.node(node).role, self._board.own_requests(node).decoding
+        role, decoding = self._board.node(node).role, self._board.own_sequences(node).decoding
         others, requests = self._others_at(node), load.running + load.waiting
         # At most so many prefills of this gateway were at the node while it was polled.
         own = max(own, self.prefills_at(node))
@@ -97,7 +97,7 @@ class GatewayWork:
         now = self._clock.now()
         for node in self._mean_s:
             others = self._others_at(node)
-            decoding = self._board.own_requests(node).decoding
+            decoding = self._board.own_sequences(node).decoding
             if self._board.node(node).role == "decode":
                 decoding += max(self._polled.get(node, 0), others.decodes)
             others_s = others.work_s + self._unknown_s.get(node, 0.0)
@@ -109,7 +109,7 @@ class GatewayWork:
         found = {}
         for node in self._mean_s:
             own = self._board.own_prefills(node, now)
-            active = self._board.own_requests(node).active
+            active = self._board.own_sequences(node).active
             load = OthersWork(own.prefills, own.left_s, active)
             if load != NO_WORK:
                 found[node] = load

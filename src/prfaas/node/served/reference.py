@@ -56,7 +56,7 @@ is the sum: the tokens of each prompt once, the generated tokens of all choices.
 routes each prompt by itself (`gateway/prompt_lists/fan_out.py`), so that some prompts of a list
 may be offloaded and others not; the `n` choices of a prompt share one prefill and one transfer.
 Prompts of a list that are under way at once (at most 64, and never more than `max_in_flight` of
-the tenant) count as so many requests. An error of one prompt is the error of the request. After
+the tenant) count with all their choices. An error of one prompt is the error of the request. After
 the first byte of a stream it is the last event, and the other prompts are cancelled. The
 request log has one line, with sums, and the course of every prompt under `prompts`.
 """
