@@ -282,6 +282,17 @@ async def test_a_request_that_loses_two_engines_alone_is_refused_and_kept_out() 
     await case.again().begin()
 
 
+async def test_the_same_request_beside_it_stops_at_its_next_loss() -> None:
+    case = await losing()
+    for node in (F, B):
+        case.lose(node)
+    case.pass_time(F, B)
+    await case.is_refused()
+    case.subject, case.trace.attempts = case.again(), 0
+    case.lose(C)
+    await case.is_refused()
+
+
 @pytest.mark.parametrize(
     ("answering", "instance"),
     [((F,), "first"), ((B,), "first"), ((), "first"), ((F, B), "another")],

@@ -212,6 +212,8 @@ class Attempts:
         if self.backoff_s > 0:
             await asyncio.sleep(self.backoff_s)
         self.backoff_s = 0.0
+        if self._losses:
+            await self.begin()  # the same request, sent again beside this one, may be kept out now
 
     async def _decide(self, failure: AttemptFailed) -> None:
         """On the next attempt after the loss of a second engine, or of one more."""
