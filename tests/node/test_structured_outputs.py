@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from prfaas.contracts.openai import TENANT_HEADER
 from prfaas.engine.checkpoint.tokenizer import EOS, token_id
+from prfaas.engine.guided.host_process import MODULE
 from tests.engine.emulated.builders import emulated
+from tests.engine.guided.test_compiler import ENDLESS
 from tests.node.local_api import BYTES, LocalApi, local_api, pieces
 from tests.node.test_sampling_fields import node_server
+from tests.waiting import wait_until
 
 SCHEMA = {
     "type": "object",
@@ -207,3 +214,58 @@ async def test_an_engine_without_logits_refuses_grammars_by_name() -> None:
         ):
             status, answer = await node.complete(prompt="hi", **fields)
             assert (status, answer["error"]["param"]) == (400, param)
+
+
+async def test_an_endless_grammar_is_refused_and_delays_no_other_request() -> None:
+    """Nothing of it remains: no thread, no process."""
+
+    def threads() -> set[str]:
+        # Those that wait for grammars stay, with nothing to do.
+        return {thread.name for thread in threading.enumerate() if "grammar" not in thread.name}
+
+    async with node_server() as node:
+        status, _ = await node.complete(prompt="hi", structured_outputs={"choice": ["no"]})
+        assert status == 200
+        before, alone = threads(), processes()
+        async with asyncio.TaskGroup() as tasks:
+            hostile = [
+                tasks.create_task(
+                    node.complete(
+                        prompt="hi",
+                        structured_outputs={"grammar": ENDLESS.replace("60", f"6{number}")},
+                    )
+                )
+                for number in range(2)
+            ]
+            while not all(work.done() for work in hostile):
+                async with node.http.post(
+                    "/v1/completions",
+                    json={"prompt": "hi", "structured_outputs": {"choice": ["yes"]}},
+                    headers={TENANT_HEADER: "victim"},
+                ) as answer:
+                    (choice,) = (await answer.json())["choices"]
+                    assert answer.status == 200 and choice["text"] == "yes"
+        for work in hostile:
+            status, refused = work.result()
+            assert status == 400 and "too complex" in refused["error"]["message"]
+            assert refused["error"]["param"] == "structured_outputs.grammar"
+        assert threads() == before
+        # One more grammar is cached.
+        wait_until(lambda: len(processes()) == len(alone) + 1)
+    wait_until(lambda: not processes())
+
+
+def processes() -> list[str]:
+    """Of grammars, and their host: they have the host's command line."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                command = (folder / "cmdline").read_bytes().split(b"\0")
+                parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            except OSError:
+                continue
+            if MODULE.encode() in command:
+                found.append((folder.name, parent))
+    ours = {process for process, parent in found if parent == str(os.getpid())}
+    return [process for process, parent in found if process in ours or parent in ours]

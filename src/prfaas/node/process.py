@@ -151,6 +151,7 @@ async def run_node(
             lambda: "" if client.connected else "the node's kvd does not answer",
             recorder,
         )
+        await api.start()
         own_host = OwnHost.of(settings.host, insecure=settings.insecure)
         application = api.application(member_key, operator_key, own_host)
         # Cancels the handler of a client that hangs up, even while nothing is written to it.

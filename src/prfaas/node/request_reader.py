@@ -154,6 +154,13 @@ class RequestReader:
         )
         self._grammars = Grammars(model.tokenizer, engine.limits)
 
+    async def start(self) -> None:
+        """Before the first request, which would wait longer otherwise."""
+        await self._grammars.start()
+
+    async def close(self) -> None:
+        await self._grammars.close()
+
     async def parsed(
         self, request: web.Request, parse: Callable[[bytes], T], listed_tokens: int = 0
     ) -> T:
@@ -169,7 +176,7 @@ class RequestReader:
         self.check_model(asked.model)
         bad_words = await self._bad_words(asked)
         grammar = await self._grammars.compiled(
-            describe_grammar(asked.response_format, asked.structured_outputs)
+            describe_grammar(asked.response_format, asked.structured_outputs), _tenant(request)
         )
         reads: list[ReadRequest] = []
         for given in parsed.prompts:
@@ -194,10 +201,10 @@ class RequestReader:
         asked = parsed.asked
         self.check_model(asked.model)
         tool_use = self._tool_use(parsed)
-        grammar = await self._grammars.compiled(self._chat_grammar(asked, tool_use))
+        tenant = _tenant(request)
+        grammar = await self._grammars.compiled(self._chat_grammar(asked, tool_use), tenant)
         prompt = await self.encode_chat(parsed.chat)
         sampling = asked.sampling(self._rest_tokens(prompt), await self._bad_words(asked), grammar)
-        tenant = _tenant(request)
         read = ReadRequest(asked, CHAT, prompt, sampling, tool_use=tool_use, tenant=tenant)
         self._check_all([read])
         return read

@@ -81,6 +81,7 @@ class NodeApi:
             checks.append(refuse_foreign(own_host, _foreign, OPEN_PATHS))
         self._document = openapi(with_keys=member is not None)
         app = web.Application(middlewares=[*checks, _errors])
+        app.on_cleanup.append(self._close)
         add_probes(app, "node", self._stopping, self._problem)
         app.router.add_get("/openapi.json", self._openapi)
         app.router.add_post("/v1/completions", self._completions)
@@ -95,6 +96,13 @@ class NodeApi:
         app.router.add_get("/version", self._version)
         app.router.add_get(TRACE_PATH, self._trace)
         return app
+
+    async def start(self) -> None:
+        """Before the first request, which would wait longer otherwise."""
+        await self._reader.start()
+
+    async def _close(self, app: web.Application) -> None:
+        await self._reader.close()
 
     # Status and tokenizer -------------------------------------------------------------------------
 

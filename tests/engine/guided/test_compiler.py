@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +23,16 @@ import pytest
 from prfaas.engine.checkpoint.tokenizer import EOS, VOCAB_SIZE, build_tokenizer, token_id
 from prfaas.engine.guided import GrammarDescription
 from prfaas.engine.guided import compiler as guided
-from prfaas.engine.guided.compiler import CompiledGrammar, GrammarCompiler, GrammarMatcher
+from prfaas.engine.guided.compiler import (
+    CompiledGrammar,
+    GrammarCompiler,
+    GrammarConnection,
+    GrammarMatcher,
+)
 from prfaas.engine.guided.description import MAX_CHARACTERS, Kind
 from prfaas.errors import EngineError, InputError
+from prfaas.types import NotNow
+from tests.waiting import HANG_S, wait_until
 
 ENDS = frozenset({token_id(EOS), token_id("<|im_end|>")})
 PADDED = VOCAB_SIZE + 21  # rows of the logits, more than the tokenizer has tokens
@@ -25,7 +41,9 @@ ALPHABET = "abc"
 
 
 def compiled(kind: Kind, text: str, **more: Any) -> CompiledGrammar:
-    return COMPILER.compile(GrammarDescription(kind, text, "field", **more))
+    made = COMPILER.compile(GrammarDescription(kind, text, "field", **more))
+    assert isinstance(made, CompiledGrammar)
+    return made
 
 
 def allowed(matcher: GrammarMatcher) -> set[int]:
@@ -131,8 +149,10 @@ def test_stop_tokens_are_ends() -> None:
 
 
 def test_a_token_that_the_grammar_does_not_allow_is_an_error() -> None:
+    matcher = compiled("choice", '["a"]').matcher()
+    matcher.consume(ord("b"))
     with pytest.raises(EngineError, match="cannot follow its grammar"):
-        compiled("choice", '["a"]').matcher().consume(ord("b"))
+        matcher.allowed_bits()
 
 
 def test_matchers_do_not_share_their_place() -> None:
@@ -155,6 +175,9 @@ def chained_definitions(count: int) -> str:
     return json.dumps({"$defs": {**chain, f"a{count}": {"const": 1}}, "$ref": "#/$defs/a0"})
 
 
+ENDLESS = "start: T\nT: /.*a.{60}.*/ & /.*b.{61}.*/ & ~/.*c.{62}.*/ & ~/.*d.{50}/"
+
+
 def test_long_grammars_can_be_used() -> None:
     assert allowed(compiled("lark", chained_rules(300)).matcher()) == {ord("a")}
     assert allowed(compiled("json", chained_definitions(100)).matcher()) == {ord("[")}
@@ -173,8 +196,10 @@ def test_long_grammars_can_be_used() -> None:
         ("grammar", "((", "GBNF"),
         ("regex", "a" * (MAX_CHARACTERS + 1), "more than"),
         # The library ends its process with these.
-        ("grammar", chained_rules(5000), "too complex to compile"),
-        ("json", chained_definitions(2000), "too complex to compile"),
+        ("grammar", chained_rules(5000), "too complex"),
+        ("json", chained_definitions(2000), "too complex"),
+        # The library does not return from this one, and takes ever more memory.
+        ("grammar", ENDLESS, "too complex"),
     ],
 )
 def test_what_cannot_be_used_names_its_field(kind: Kind, text: str, problem: str) -> None:
@@ -189,28 +214,165 @@ def test_a_tokenizer_that_grammars_do_not_support(ends: frozenset[int]) -> None:
 
     words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     known = build_tokenizer() if not ends else words
-    compiler = GrammarCompiler(known.to_str(), PADDED, ends)
-    with pytest.raises(InputError, match="tokenizer") as caught:
-        compiler.compile(GrammarDescription("regex", "a", "structured_outputs.regex"))
-    assert caught.value.where == "structured_outputs.regex"
+    with closing(GrammarCompiler(known.to_str(), PADDED, ends)) as compiler:
+        for _ in range(2):
+            with pytest.raises(InputError, match="tokenizer") as caught:
+                compiler.compile(GrammarDescription("regex", "a", "structured_outputs.regex"))
+            assert caught.value.where == "structured_outputs.regex"
+        assert compiler.host_pid is None
 
 
 def test_the_cache_is_bounded_and_keeps_what_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = GrammarCompiler(build_tokenizer().to_str(), PADDED, ENDS)
     made: list[GrammarDescription] = []
-    source = guided._source
+    compile_now = GrammarConnection.compile
 
-    def counted(description: GrammarDescription) -> str:
+    def counted(connection: GrammarConnection, description: GrammarDescription) -> str | None:
         made.append(description)
-        return source(description)
+        return compile_now(connection, description)
 
-    monkeypatch.setattr(guided, "_source", counted)
-    used = GrammarDescription("regex", "used", "one")
-    for number in range(2 * guided.MAX_CACHED):
-        assert compiler.compile(used).field == "one"
-        compiler.compile(GrammarDescription("regex", f"x{number}", "other"))
-    assert len(made) == 1 + 2 * guided.MAX_CACHED
-    compiler.compile(GrammarDescription("regex", "x0", "other"))
-    assert len(made) == 2 + 2 * guided.MAX_CACHED
-    assert compiler.compile(GrammarDescription("regex", "used", "another")).field == "another"
-    assert len(made) == 2 + 2 * guided.MAX_CACHED
+    monkeypatch.setattr(GrammarConnection, "compile", counted)
+    monkeypatch.setattr(guided, "MAX_CACHED", 5)
+    with own_compiler() as compiler:
+        for number in range(10):
+            assert field_of(compiler, "used", "one") == "one"
+            field_of(compiler, f"x{number}", "other")
+            wait_until(lambda: len(children_of(compiler)) <= 5)
+        assert len(made) == 1 + 10
+        field_of(compiler, "x0", "other")
+        assert len(made) == 2 + 10
+        assert field_of(compiler, "used", "another") == "another"
+        assert len(made) == 2 + 10
+
+
+@contextmanager
+def own_compiler() -> Iterator[GrammarCompiler]:
+    """With a host of its own, which ends here with all its copies."""
+    with closing(GrammarCompiler(build_tokenizer().to_str(), PADDED, ENDS)) as compiler:
+        compiler.start()
+        yield compiler
+        copies = [compiler.host_pid, *children_of(compiler)]
+    wait_until(lambda: not any(is_running(process) for process in copies if process is not None))
+
+
+def field_of(compiler: GrammarCompiler, regex: str, field: str) -> str:
+    made = compiler.compile(GrammarDescription("regex", regex, field))
+    assert isinstance(made, CompiledGrammar)
+    return made.field
+
+
+def children_of(compiler: GrammarCompiler) -> list[int]:
+    assert compiler.host_pid is not None
+    return children_of_process(compiler.host_pid)
+
+
+def children_of_process(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_running(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_grammar_that_takes_too_much_ends_alone_and_is_known_then() -> None:
+    """Its process ends within its limits; another grammar is compiled and followed beside it."""
+    threads = threading.active_count()
+    with own_compiler() as compiler, ThreadPoolExecutor(1) as other:
+        endless = GrammarDescription("grammar", ENDLESS, "structured_outputs.grammar")
+        refused = other.submit(compiler.compile, endless)
+        wait_until(lambda: len(children_of(compiler)) == 1)
+        made = compiler.compile(GrammarDescription("choice", '["ab"]', "field"))
+        assert isinstance(made, CompiledGrammar)
+        matcher = made.matcher()
+        matcher.consume(ord("a"))
+        assert allowed(matcher) == {ord("b")}
+        with pytest.raises(InputError, match="too complex") as caught:
+            refused.result(HANG_S)
+        assert caught.value.where == "structured_outputs.grammar"
+        wait_until(lambda: len(children_of(compiler)) == 1)
+        with pytest.raises(InputError, match="too complex"):
+            compiler.known(endless)
+        del made, matcher
+        compiler.compile(GrammarDescription("choice", '["a"]', "field"))
+    assert threading.active_count() == threads
+
+
+def test_a_grammar_that_takes_too_much_later_fails_its_answers_alone() -> None:
+    with own_compiler() as compiler:
+        made = compiler.compile(GrammarDescription("regex", "ab", "field"))
+        assert isinstance(made, CompiledGrammar)
+        (process,) = children_of(compiler)
+        other = compiler.compile(GrammarDescription("choice", '["a"]', "field"))
+        assert isinstance(other, CompiledGrammar)
+        matcher = made.matcher()
+        assert allowed(matcher) == {ord("a")}
+        os.kill(process, signal.SIGXCPU)  # as the kernel does
+        wait_until(lambda: not made.is_alive)
+        with pytest.raises(EngineError, match="too much time or memory"):
+            matcher.consume(ord("a"))
+            matcher.allowed_bits()
+        with pytest.raises(EngineError, match="too much time or memory"):
+            made.matcher()
+        assert allowed(other.matcher()) == {ord("a")}
+        again = compiler.compile(GrammarDescription("regex", "ab", "field"))
+        assert isinstance(again, CompiledGrammar) and again.is_alive
+
+
+def test_a_host_that_ended_is_started_again() -> None:
+    with own_compiler() as compiler:
+        before = compiler.compile(GrammarDescription("regex", "ab", "field"))
+        assert isinstance(before, CompiledGrammar) and compiler.host_pid is not None
+        first = compiler.host_pid
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: not before.is_alive)  # its copies end with it
+        with pytest.raises(EngineError, match="too much time or memory"):
+            before.matcher()
+        again = compiler.compile(GrammarDescription("regex", "ab", "field"))
+        assert isinstance(again, CompiledGrammar) and compiler.host_pid not in (None, first)
+        assert allowed(again.matcher()) == {ord("a")}
+
+
+KILLED = """
+import sys, threading
+from prfaas.engine.guided import GrammarDescription
+from tests.engine.guided.test_compiler import COMPILER, ENDLESS
+
+COMPILER.start()
+kept = COMPILER.compile(GrammarDescription("regex", "a", "field"))
+endless = GrammarDescription("grammar", ENDLESS, "field")
+threading.Thread(target=COMPILER.compile, args=(endless,)).start()
+print(COMPILER.host_pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_all_processes_end_with_a_node_that_is_killed() -> None:
+    command = [sys.executable, "-c", KILLED]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as node:
+        assert node.stdout is not None
+        host = int(node.stdout.readline())
+        wait_until(lambda: len(children_of_process(host)) == 2)
+        processes = [host, *children_of_process(host)]
+        node.kill()
+    wait_until(lambda: not any(map(is_running, processes)))
+
+
+def test_grammars_in_use_have_bounds_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guided, "MAX_PROCESSES", 2)
+    with own_compiler() as compiler:
+        used = [compiler.compile(GrammarDescription("regex", text, "field")) for text in "ab"]
+        assert isinstance(compiler.compile(GrammarDescription("regex", "c", "field")), NotNow)
+        used.clear()
+        assert field_of(compiler, "c", "field") == "field"
+
+
+def test_an_answer_that_has_ended_leaves_nothing_in_the_process_of_its_grammar() -> None:
+    grammar = compiled("regex", "a*")
+    for _ in range(50):
+        matcher = grammar.matcher()
+        matcher.consume(ord("a"))
+        del matcher
+    grammar.matcher()
+    assert len(grammar._connection._due) == 1

@@ -2,8 +2,8 @@
 
     GrammarDescription ──► GrammarCompiler ──► CompiledGrammar ──► one matcher per sequence
 
-A description is plain data. `compiler` alone imports llguidance, which is part of the `engine`
-extra, so that other processes can describe and refuse grammars without it.
+A description is plain data. `host` alone imports llguidance, which is part of the `engine` extra,
+in processes of its own: what a stranger's grammar does there ends with them.
 """
 
 from prfaas.engine.guided.description import GrammarDescription

@@ -1,169 +1,329 @@
-"""Compiles grammars with llguidance, and follows answers with them.
+"""Compiles grammars, and follows answers with them, in a process for each grammar (`host`).
 
-Compiling takes milliseconds, of a large schema seconds, without the interpreter's lock. A compiled
-grammar has taken a step, because an expression may be small and its automaton huge: such a grammar
-is refused here, before anything is computed for its request.
+    GrammarCompiler ──► HostProcess ──► host ──► a process for each grammar
+    CompiledGrammar ──► one connection ──────────►
+    GrammarMatcher      one of the answers that follow it
+
+A compiled grammar has taken a step, because an expression may be small and its automaton huge: such
+a grammar is refused here, before anything is computed for its request. While the model computes a
+token's logits, the grammar's process computes their mask.
 """
 
 from __future__ import annotations
 
-import json
+import hashlib
+import select
+import socket
 import threading
-from collections import OrderedDict
-from typing import TYPE_CHECKING
+import weakref
+from collections import OrderedDict, deque
+from importlib.util import find_spec
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher, LLTokenizer
-from llguidance import grammar_from as convert_grammar
 
-from prfaas.engine.guided import trial
+from prfaas.engine.guided import frames
 from prfaas.engine.guided.description import MAX_CHARACTERS, GrammarDescription
-from prfaas.engine.guided.limits import LIMITS
+from prfaas.engine.guided.frames import Begin, Compile, Compiled, End, Mask, Setup, Step
+from prfaas.engine.guided.host_process import HostProcess
+from prfaas.engine.guided.limits import MEMORY_BYTES, compile_cpu_s
 from prfaas.errors import EngineError, InputError
+from prfaas.types import NotNow
 
-if TYPE_CHECKING:
-    from llguidance._lib import JsonCompileOptions
-
-MAX_CACHED = 32  # compiled grammars
+MAX_CACHED = 32  # compiled grammars, whether a request uses them or not
 MAX_CACHED_CHARACTERS = 1 << 20  # of their descriptions
-_SHOWN = 300  # characters of a library's message
+MAX_REFUSED = 1024  # grammars whose limits are known to be too small
+# Of all grammars that are cached or used.
+MAX_PROCESSES = 128
+MAX_BYTES = 2 << 30
+# The kernel's limits are of processor time. These are for a machine that has none to give.
+COMPILE_S = 30.0
+MASK_S = 10.0
+RETRY_S = 1.0
+_COMPILED = msgspec.msgpack.Decoder(Compiled)
+_MASK = msgspec.msgpack.Decoder(Mask)
+
+
+class GrammarConnection:
+    """To the process of one grammar, which ends with the last reference to this object."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._lock = threading.Lock()
+        self._due: dict[int, int] = {}  # masks that have not arrived, by matcher
+        self._masks: dict[int, Mask] = {}  # the latest one of each
+        self._matchers = 0
+        self._ended: deque[int] = deque()  # matchers that are used no more
+        self.memory_bytes = 0
+        self.close = weakref.finalize(self, connection.close)
+        self.close.atexit = False
+
+    def compile(self, description: GrammarDescription) -> str | None:
+        """What is wrong with the grammar; empty: nothing. None: its process has ended."""
+        self._socket.settimeout(COMPILE_S)
+        asked = Compile(
+            description.kind,
+            description.text,
+            description.any_whitespace,
+            description.whitespace_pattern,
+        )
+        try:
+            frames.send(self._socket, asked)
+            compiled = frames.receive(self._socket, _COMPILED)
+        except TimeoutError:
+            raise
+        except (OSError, msgspec.MsgspecError):
+            return None
+        if compiled is None:
+            return None
+        self._socket.settimeout(MASK_S)
+        self.memory_bytes = compiled.memory_bytes
+        return compiled.problem
+
+    @property
+    def is_alive(self) -> bool:
+        poll = select.poll()
+        poll.register(self._socket, select.POLLRDHUP)
+        return not poll.poll(0)
+
+    def begin(self) -> int:
+        with self._lock:
+            self._matchers += 1
+            self._send(Begin(self._matchers))
+            return self._matchers
+
+    def step(self, matcher: int, token: int) -> None:
+        with self._lock:
+            self._send(Step(matcher, token))
+
+    def mask(self, matcher: int) -> Mask:
+        """After the matcher's last step. Waits for it."""
+        with self._lock:
+            while self._due[matcher]:
+                self._receive()
+            return self._masks[matcher]
+
+    def end(self, matcher: int) -> None:
+        """The garbage collector may call it in the middle of anything, so it takes no lock."""
+        self._ended.append(matcher)
+
+    def _send(self, request: Begin | Step) -> None:
+        self._due[request.matcher] = self._due.get(request.matcher, 0) + 1
+        try:
+            while self._ended:
+                ended = self._ended.popleft()
+                self._due.pop(ended, None)
+                self._masks.pop(ended, None)
+                frames.send(self._socket, End(ended))
+            frames.send(self._socket, request)
+        except OSError:
+            raise self._lost() from None
+
+    def _receive(self) -> None:
+        try:
+            mask = frames.receive(self._socket, _MASK)
+        except (OSError, msgspec.MsgspecError):
+            mask = None
+        if mask is None:
+            raise self._lost()
+        self.memory_bytes = mask.memory_bytes
+        if mask.matcher in self._due:
+            self._due[mask.matcher] -= 1
+            self._masks[mask.matcher] = mask
+
+    def _lost(self) -> EngineError:
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)  # what arrives later is not read
+        except OSError:
+            pass  # the other process has ended
+        return EngineError("a step of the answer's grammar takes too much time or memory")
 
 
 class GrammarMatcher:
     """Follows one answer. Used by one thread at a time."""
 
     def __init__(
-        self, matcher: LLMatcher, eos_token_ids: frozenset[int], stop_token_ids: frozenset[int]
+        self,
+        connection: GrammarConnection,
+        eos_token_ids: frozenset[int],
+        stop_token_ids: frozenset[int],
     ) -> None:
-        self._matcher = matcher
+        self._connection = connection
         self._ends = eos_token_ids | stop_token_ids
         # The library knows the others as ends.
         self._more_ends = np.array(sorted(stop_token_ids - eos_token_ids), dtype=np.int64)
         self._ended = False
+        self._number = connection.begin()
+        weakref.finalize(self, connection.end, self._number).atexit = False
 
     def allowed_bits(self) -> npt.NDArray[np.uint8] | None:
         if self._ended:
             return None
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        self._check()
-        return self._with_more_ends(bits) if len(self._more_ends) else bits
+        mask = self._connection.mask(self._number)
+        if mask.problem:
+            raise EngineError(f"the answer cannot follow its grammar: {mask.problem}")
+        bits = np.frombuffer(mask.bits, dtype=np.uint8)
+        if not len(self._more_ends):
+            return bits
+        allowed = np.unpackbits(bits, bitorder="little")
+        allowed[self._more_ends] = mask.is_accepting
+        return np.packbits(allowed, bitorder="little")
 
     def consume(self, token: int) -> None:
+        """The next mask is computed from now on. It says whether the grammar allows the token."""
         if self._ended:
             return
         if token in self._ends:
             self._ended = True
             return
-        self._matcher.consume_token(token)
-        self._check()
-
-    def _with_more_ends(self, bits: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        allowed = np.unpackbits(bits, bitorder="little")
-        allowed[self._more_ends] = self._matcher.is_accepting()
-        return np.packbits(allowed, bitorder="little")
-
-    def _check(self) -> None:
-        if self._matcher.is_error():
-            raise EngineError(
-                f"the answer cannot follow its grammar: {_shown(self._matcher.get_error())}"
-            )
+        self._connection.step(self._number, token)
 
 
 class CompiledGrammar:
     """Immutable; any thread may ask for a matcher."""
 
-    def __init__(self, start: LLMatcher, ends: frozenset[int], field: str) -> None:
-        self._start = start
+    def __init__(self, connection: GrammarConnection, ends: frozenset[int], field: str) -> None:
+        self._connection = connection
         self._ends = ends
         self.field = field
 
     def __repr__(self) -> str:
         return f"CompiledGrammar(field={self.field!r})"
 
+    @property
+    def is_alive(self) -> bool:
+        """Its process has not ended."""
+        return self._connection.is_alive
+
     def matcher(self, stop_token_ids: frozenset[int] = frozenset()) -> GrammarMatcher:
-        return GrammarMatcher(self._start.deep_copy(), self._ends, stop_token_ids)
+        return GrammarMatcher(self._connection, self._ends, stop_token_ids)
 
     def of_field(self, field: str) -> CompiledGrammar:
         """The same grammar, requested with another field."""
-        return CompiledGrammar(self._start, self._ends, field)
+        return CompiledGrammar(self._connection, self._ends, field)
 
 
 class GrammarCompiler:
-    """For one model. Any thread may use it."""
+    """For one model. Any thread may use it. Close it."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
-        """Takes seconds for a large vocabulary, and holds the interpreter: call it before the
-        process serves requests.
-
-        `tokenizer_json`: the text of tokenizer.json. `vocab_size`: of the tokenizer or of the
+        """`tokenizer_json`: the text of tokenizer.json. `vocab_size`: of the tokenizer or of the
         model's logits, whichever is larger; a grammar does not allow rows of the logits that are
-        not tokens."""
+        not tokens. Raises ModuleNotFoundError."""
+        if find_spec("llguidance") is None:
+            raise ModuleNotFoundError("llguidance is not installed", name="llguidance")
         self._ends = eos_token_ids
-        self._lock = threading.Lock()  # for the cache
+        self._host = HostProcess(Setup(tokenizer_json, vocab_size, sorted(eos_token_ids)))
+        self._lock = threading.Lock()  # for the rest
         self._cache: OrderedDict[tuple[str, ...], CompiledGrammar] = OrderedDict()
-        try:
-            self._tokenizer: LLTokenizer | None = LLTokenizer(
-                tokenizer_json,
-                n_vocab=vocab_size,
-                eos_token=sorted(eos_token_ids),
-            )
-        except ValueError as error:
-            self._tokenizer = None
-            self._problem = _shown(str(error))
+        self._refused: OrderedDict[bytes, None] = OrderedDict()
+        self._living: weakref.WeakSet[GrammarConnection] = weakref.WeakSet()
 
-    def compile(self, description: GrammarDescription) -> CompiledGrammar:
-        """InputError names the field of the request."""
+    @property
+    def host_pid(self) -> int | None:
+        return self._host.pid
+
+    def start(self) -> None:
+        """Takes seconds for a large vocabulary. Otherwise the first grammar waits for it. Raises
+        `EngineError`, and `InputError` when the library does not support the vocabulary."""
+        self._host.start()
+
+    def close(self) -> None:
+        """Ends all processes."""
+        self._host.close()
+        with self._lock:
+            self._cache.clear()
+
+    def known(self, description: GrammarDescription) -> CompiledGrammar | None:
+        """The grammar, if it is compiled. InputError when it is known to be too complex."""
+        with self._lock:
+            if _digest(description) in self._refused:
+                raise _too_complex(description)
+            found = self._cache.get(description.key)
+            if found is None:
+                return None
+            if not found.is_alive:
+                del self._cache[description.key]
+                return None
+            self._cache.move_to_end(description.key)
+            return found.of_field(description.field)
+
+    def compile(self, description: GrammarDescription) -> CompiledGrammar | NotNow:
+        """InputError names the field of the request; EngineError: there is no process for it."""
         if len(description.text) > MAX_CHARACTERS:
             raise InputError(
                 f"{len(description.text)} characters are more than {MAX_CHARACTERS}",
                 where=description.field,
                 fix="use a smaller schema, expression or grammar",
             )
+        known = self.known(description)
+        if known is not None:
+            return known
         with self._lock:
-            known = self._cache.get(description.key)
-            if known is not None:
-                self._cache.move_to_end(description.key)
-        if known is None:
-            known = self._compiled(description)
-            with self._lock:
-                self._keep(description.key, known)
-        return known.of_field(description.field)
+            if not self._make_room():
+                return NotNow("the grammars of other requests take all memory", RETRY_S)
+        made = CompiledGrammar(self._connected(description), self._ends, description.field)
+        with self._lock:
+            self._keep(description.key, made)
+        return made
 
-    def _compiled(self, description: GrammarDescription) -> CompiledGrammar:
-        where = description.field
-        if self._tokenizer is None:
-            raise InputError(
-                f"grammars do not support this model's tokenizer: {self._problem}",
-                where=where,
-                fix="leave the field out",
-            )
+    def _connected(self, description: GrammarDescription) -> GrammarConnection:
         try:
-            source = _source(description)
-        except (ValueError, RecursionError) as error:
-            raise InputError(_shown(str(error)), where=where) from None
-        if len(source) >= trial.MIN_CHARACTERS and not trial.passes(source):
+            connection = self._compiled(description) or self._compiled(description, again=True)
+            assert connection is not None
+            return connection
+        except TimeoutError:
             raise InputError(
-                "it is too complex to compile", where=where, fix="use fewer or shorter rules"
-            )
-        start = LLMatcher(self._tokenizer, source, log_level=0, limits=LIMITS)
-        problem = start.get_error() or self._problem_of_first_steps(start)
-        if problem:
-            raise InputError(
-                f"it is not valid, not supported or too complex: {_shown(problem)}", where=where
-            )
-        return CompiledGrammar(start, self._ends, where)
+                f"compiling took longer than {COMPILE_S:.0f} s",
+                where=description.field,
+                fix="use a smaller schema, expression or grammar",
+            ) from None
 
-    def _problem_of_first_steps(self, start: LLMatcher) -> str:
-        """Computes the masks of the first step, which matchers then have, and of a second one."""
-        bits = np.frombuffer(start.compute_bitmask(), dtype=np.uint8)
-        second = start.deep_copy()
-        for token in np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist():
-            if token not in self._ends:
-                second.consume_token(token)
-                second.compute_bitmask()
-                break
-        return start.get_error() or second.get_error()
+    def _compiled(
+        self, description: GrammarDescription, *, again: bool = False
+    ) -> GrammarConnection | None:
+        """None: the host has ended, with all its copies."""
+        try:
+            copy = self._host.copy()
+        except InputError as error:
+            raise InputError(error.problem, where=description.field, fix=error.fix) from None
+        connection = GrammarConnection(copy.connection)
+        with self._lock:
+            self._living.add(connection)
+        problem = None
+        try:
+            problem = connection.compile(description)
+        finally:
+            if problem != "":
+                connection.close()
+        if problem is None:
+            if copy.host_has_ended():
+                if again:
+                    raise EngineError("the process that compiles grammars ends again and again")
+                return None
+            with self._lock:
+                self._refused[_digest(description)] = None
+                if len(self._refused) > MAX_REFUSED:
+                    self._refused.popitem(last=False)
+            raise _too_complex(description)
+        if problem:
+            raise InputError(problem, where=description.field)
+        return connection
+
+    def _make_room(self) -> bool:
+        """False when grammars in use take all processes, or all memory."""
+        while not self._has_room():
+            if not self._cache:
+                return False
+            self._cache.popitem(last=False)
+        return True
+
+    def _has_room(self) -> bool:
+        living = list(self._living)
+        return len(living) < MAX_PROCESSES and (
+            sum(connection.memory_bytes for connection in living) + MEMORY_BYTES <= MAX_BYTES
+        )
 
     def _keep(self, key: tuple[str, ...], grammar: CompiledGrammar) -> None:
         self._cache[key] = grammar
@@ -174,26 +334,14 @@ class GrammarCompiler:
             self._cache.popitem(last=False)
 
 
-def _source(description: GrammarDescription) -> str:
-    """The text that llguidance compiles. ValueError when it cannot be made."""
-    text = description.text
-    match description.kind:
-        case "json":
-            options: JsonCompileOptions = {"whitespace_flexible": description.any_whitespace}
-            if description.whitespace_pattern is not None:
-                options["whitespace_pattern"] = description.whitespace_pattern
-            return LLMatcher.grammar_from_json_schema(text, overrides=options)
-        case "regex":
-            return LLMatcher.grammar_from_regex(text)
-        case "choice":
-            choices = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
-            return LLMatcher.grammar_from_lark(f"start: {' | '.join(choices)}")
-        case "grammar":
-            return convert_grammar("grammar", text)
-        case "lark":
-            return LLMatcher.grammar_from_lark(text)
+def _digest(description: GrammarDescription) -> bytes:
+    return hashlib.sha256(repr(description.key).encode(errors="surrogatepass")).digest()
 
 
-def _shown(message: str) -> str:
-    line = " ".join(message.replace("<non-verbose/>", "").split())
-    return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}..."
+def _too_complex(description: GrammarDescription) -> InputError:
+    return InputError(
+        f"it is too complex: compiling it takes more than {compile_cpu_s(len(description.text))} s "
+        f"of a processor, or {MEMORY_BYTES >> 20} MiB",
+        where=description.field,
+        fix="use fewer or shorter rules",
+    )

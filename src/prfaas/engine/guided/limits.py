@@ -1,16 +1,19 @@
-"""How much work and memory a grammar may take."""
+"""How much work and memory a grammar may take. The kernel sets the limits of its process."""
 
 from __future__ import annotations
 
-from llguidance import LLParserLimits
+# Of a processor, to compile a grammar and take its first steps, and to take a later step. The
+# kernel counts whole seconds: a step may take one second more.
+COMPILE_CPU_S = 2
+CHARACTERS_PER_CPU_S = 32 << 10  # a schema of 110 KB takes one second
+STEP_CPU_S = 1
+# All steps together may take this much more than so much for each: an ordinary one takes 0.1 ms.
+SPARE_CPU_S = 2.0
+MEAN_STEP_CPU_S = 0.02
+# More than the process had before. A schema of 110 KB takes 20 MB.
+MEMORY_BYTES = 512 << 20
 
-# A step of a hostile grammar takes up to 0.4 s with these, and 2.6 s with llguidance's own limits.
-# A lexer's state takes about 1.5 kB, in each sequence.
-LIMITS = LLParserLimits(
-    initial_lexer_fuel=200_000,
-    step_lexer_fuel=20_000,
-    step_max_items=20_000,
-    max_lexer_states=20_000,
-    max_grammar_size=200_000,
-    verbose_errors=False,
-)
+
+def compile_cpu_s(characters: int) -> int:
+    """For a description of this length."""
+    return COMPILE_CPU_S + characters // CHARACTERS_PER_CPU_S

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from prfaas.engine.api import EngineLimits, Grammar
 from prfaas.engine.guided import GrammarDescription
-from prfaas.errors import InputError
-from prfaas.node.errors import request_error
+from prfaas.errors import EngineError, InputError, RequestError
+from prfaas.node.errors import not_now, of_job, request_error
+from prfaas.node.structured.turns import Turns
 from prfaas.text import ModelTokenizer
+from prfaas.types import NotNow
 
 if TYPE_CHECKING:
-    from prfaas.engine.guided.compiler import GrammarCompiler
+    from prfaas.engine.guided.compiler import CompiledGrammar, GrammarCompiler
 
-# Threads of their own: tokenising other requests must not wait for a large schema.
-THREADS = 2
-MAX_WAITING = 32
-COMPILE_S = 30.0
+_LOG = logging.getLogger(__name__)
+# Each thread waits for a process of a grammar. One tenant has half of them at most.
+AT_ONCE = 4
+MAX_WAITING, MAX_WAITING_EACH = 128, 32  # of all tenants, and of one
+WAIT_S = 30.0  # for a turn
 RETRY_S = 1.0
 
 
@@ -33,37 +37,72 @@ class Grammars:
                 self._compiler = _compiler(tokenizer, limits)
             except ModuleNotFoundError as error:  # of an installation without the `engine` extra
                 self._problem = f"this node has no grammars, because {error.name} is not installed"
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="prfaas-grammar")
-        self._waiting = 0
+        self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="prfaas-grammar")
+        self._turns = Turns(
+            at_once=AT_ONCE,
+            at_once_each=AT_ONCE // 2,
+            waiting=MAX_WAITING,
+            waiting_each=MAX_WAITING_EACH,
+        )
 
-    async def compiled(self, description: GrammarDescription | None) -> Grammar | None:
+    async def start(self) -> None:
+        """Otherwise the first request with a grammar waits until the vocabulary is read. A problem
+        is one of each such request."""
+        if self._compiler is not None:
+            try:
+                await asyncio.to_thread(self._compiler.start)
+            except (EngineError, InputError) as error:
+                _LOG.warning("requests with a grammar will fail: %s", error)
+
+    async def close(self) -> None:
+        """Ends all processes of grammars."""
+        if self._compiler is not None:
+            await asyncio.to_thread(self._compiler.close)
+        self._threads.shutdown(wait=False)
+
+    async def compiled(
+        self, description: GrammarDescription | None, tenant: str = ""
+    ) -> Grammar | None:
         """InputError when the grammar cannot be used; RequestError when too many are waiting."""
         if description is None:
             return None
         if self._compiler is None:
             raise InputError(self._problem, where=description.field, fix="leave it out")
-        if self._waiting >= MAX_WAITING:
-            raise request_error(
-                "overloaded",
-                f"{MAX_WAITING} grammars are waiting to be compiled",
-                param=description.field,
-                retry_after_s=RETRY_S,
-            )
-        self._waiting += 1
-        loop = asyncio.get_running_loop()
+        known = self._compiler.known(description)
+        if known is not None:
+            return known
+        if self._turns.is_full(tenant):
+            raise _overloaded(description.field)
         try:
-            async with asyncio.timeout(COMPILE_S):
-                return await loop.run_in_executor(
-                    self._threads, self._compiler.compile, description
-                )
+            async with asyncio.timeout(WAIT_S):
+                await self._turns.take(tenant)
         except TimeoutError:
-            raise InputError(
-                f"compiling took longer than {COMPILE_S:.0f} s",
-                where=description.field,
-                fix="use a smaller schema, expression or grammar",
-            ) from None
-        finally:
-            self._waiting -= 1
+            raise _overloaded(description.field) from None
+        loop = asyncio.get_running_loop()
+        work = loop.run_in_executor(self._threads, self._compiler.compile, description)
+        work.add_done_callback(lambda work: self._leave(tenant, work))
+        try:
+            # The turn ends with the work, also when the client has left before.
+            made = await asyncio.shield(work)
+        except EngineError as error:
+            raise of_job(error) from None
+        if isinstance(made, NotNow):
+            raise not_now(made)
+        return made
+
+    def _leave(self, tenant: str, work: asyncio.Future[CompiledGrammar | NotNow]) -> None:
+        self._turns.leave(tenant)
+        if not work.cancelled():
+            work.exception()  # the client may have left
+
+
+def _overloaded(field: str) -> RequestError:
+    return request_error(
+        "overloaded",
+        "too many grammars are waiting to be compiled",
+        param=field,
+        retry_after_s=RETRY_S,
+    )
 
 
 def _compiler(tokenizer: ModelTokenizer, limits: EngineLimits) -> GrammarCompiler:
