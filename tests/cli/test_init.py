@@ -58,7 +58,8 @@ def test_only_the_owner_reads_secrets_and_enters_folders(prfaas: Run, toy: list[
         else:
             (secrets if mode(path) == 0o600 else public).add(path.name)
     assert secrets == {
-        *("ca.key", "key.pem", "member.key", "operator.key", "tenant.key", "salt.key")
+        *("ca.key", "key.pem", "member.key", "metrics.key", "operator.key"),
+        *("tenant.key", "salt.key"),
     }
     assert public == {
         *("ca.pem", "cert.pem", "host.toml", "host-2.toml", "deployment.toml", "catalog.toml"),
@@ -73,13 +74,16 @@ def test_each_key_is_random_and_where_it_belongs(prfaas: Run, toy: list[object])
     gateway = root / "hosts" / "10.0.0.9"
     keys = {
         read_secrets(gateway / name, min_characters=64)
-        for name in ("member.key", "operator.key", "salt.key", "tenant.key")
+        for name in ("member.key", "metrics.key", "operator.key", "salt.key", "tenant.key")
     }
-    assert len(keys) == 4
+    assert len(keys) == 5
     for name in ("10.0.0.1", "10.0.0.2", "fd00--1"):
         host = root / "hosts" / name
-        assert (host / "member.key").read_bytes() == (gateway / "member.key").read_bytes()
-        # A host that is not the gateway's knows neither the tenants nor their salts.
+        for key in ("member.key", "metrics.key"):
+            assert (host / key).read_bytes() == (gateway / key).read_bytes()
+        # A host that is not the gateway's can give no orders.
+        assert not (host / "operator.key").exists()
+        # And it knows neither the tenants nor their salts.
         assert not (host / "tenant.key").exists() and not (host / "salt.key").exists()
     assert len({path.read_bytes() for path in root.glob("hosts/*/key.pem")}) == 4
     assert sorted(path.name for path in (root / "client").iterdir()) == ["ca.pem", "tenant.key"]
@@ -303,3 +307,52 @@ def test_help_teaches_with_an_example(prfaas: Run) -> None:
     text = prfaas("init", "--help").out
     assert "--pd pd=10.0.0.1,10.0.0.2 --prfaas far=10.1.0.1" in text
     assert "DIR/ca.key stays with you" in text
+
+
+def as_before_the_metrics_key(folder: Path) -> None:
+    """Makes a folder as an earlier version wrote it: every host has the operator key."""
+    operator = (folder / "operator/operator.key").read_bytes()
+    for file in folder.rglob("metrics.key"):
+        file.unlink()
+    for host in (folder / "hosts").iterdir():
+        (host / "operator.key").touch(0o600)
+        (host / "operator.key").write_bytes(operator)
+        for file in host.glob("host*.toml"):
+            text = file.read_text().replace(
+                'metrics_key_file = "metrics.key"', 'operator_key_file = "operator.key"'
+            )
+            file.write_text(f"# mine\n{text}")
+    for file in folder.glob("hosts/*/deployment.toml"):
+        text = file.read_text().replace('metrics_key_file = "metrics.key"\n', "")
+        file.write_text(f"# mine\n{text}")
+
+
+@pytest.mark.parametrize("change", [("--renew",), ("--add-host", "far=10.0.0.77")])
+def test_a_folder_of_an_earlier_version_gets_a_metrics_key(
+    prfaas: Run, toy: list[object], change: tuple[str, ...]
+) -> None:
+    assert prfaas("init", "deploy", *toy, *HOSTS).code == 0
+    root = Path("deploy")
+    as_before_the_metrics_key(root)
+    before = load_host_config(root / "hosts/10.0.0.2/host.toml")
+    assert before.kvd.operator_key_file is not None and before.kvd.metrics_key_file is None
+    result = prfaas("init", "deploy", *change)
+    assert result.code == 0 and "metrics key" in result.err
+    gateway = root / "hosts/10.0.0.1"
+    (key,) = {file.read_bytes() for file in root.rglob("metrics.key")}
+    assert key != (gateway / "operator.key").read_bytes()
+    assert (root / "operator/metrics.key").exists() and mode(gateway / "metrics.key") == 0o600
+    for host in (root / "hosts").iterdir():
+        assert (host / "operator.key").exists() is (host == gateway)
+        for file in host.glob("host*.toml"):
+            found = load_host_config(file)
+            for section in (found.kvd, found.node):
+                assert section.operator_key_file is None
+                assert section.metrics_key_file == str(host / "metrics.key")
+            assert file.read_text().startswith("# mine") or "10.0.0.77" in str(host)
+    deployment = load_deployment(gateway / "deployment.toml").gateway
+    assert deployment.operator_key_file == "operator.key"
+    assert deployment.metrics_key_file == "metrics.key"
+    again = prfaas("init", "deploy", "--renew")
+    assert again.code == 0 and "metrics key" not in again.err
+    assert (root / "operator/metrics.key").read_bytes() == key

@@ -105,6 +105,10 @@ class KubernetesDeployment:
         return self.secret("operator/operator.key")
 
     @property
+    def metrics_key(self) -> str:
+        return self.secret("operator/metrics.key")
+
+    @property
     def client_tls(self) -> ssl.SSLContext:
         return ssl.create_default_context(cafile=str(self._out / "client" / "ca.pem"))
 

@@ -125,7 +125,7 @@ def test_keys_and_certificates_are_rotated_without_a_restart(
     deployment: KubernetesDeployment,
 ) -> None:
     before = _container_ids(deployment)
-    old = deployment.operator_key
+    old = deployment.metrics_key
     certificates = _certificates(deployment)
     with Load(deployment) as load:
         load.wait_for_more(2)
@@ -142,7 +142,7 @@ def test_keys_and_certificates_are_rotated_without_a_restart(
     renewed = _certificates(deployment)
     assert certificates.keys() == renewed.keys()
     assert not set(certificates.values()) & set(renewed.values())
-    new = deployment.operator_key
+    new = deployment.metrics_key
     assert new != old
     for url, tls in _metrics(deployment).items():
         assert get(url, new, tls)
@@ -197,7 +197,7 @@ def _all_have_read_again(deployment: KubernetesDeployment, before: dict[str, int
 
 
 def _metrics(deployment: KubernetesDeployment) -> dict[str, ssl.SSLContext]:
-    """Every URL that the operator key opens in a pod."""
+    """Every URL that the metrics key opens in a pod."""
     found = {f"{deployment.url(home)}/metrics": deployment.client_tls for home in HOMES}
     for pod in deployment.members.values():
         for port in MEMBER_PORTS.values():

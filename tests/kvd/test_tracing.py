@@ -184,7 +184,7 @@ def test_the_path_needs_the_member_key_and_a_trace_id(tmp_path: Path) -> None:
     key.chmod(0o600)
     member = SharedKey.read(key)
     trace = new_trace(sampled=False)
-    with kvd(tmp_path, member_key=member, operator_key=None) as host:
+    with kvd(tmp_path, member_key=member) as host:
         shown = {"Authorization": "Bearer " + "k" * 32}
         path = TRACES_PATH + trace.trace_id
         assert host.get(path)[0] == 401

@@ -83,6 +83,8 @@ def assert_nothing_is_open(deployment: RunningDeployment, scratch: Path) -> None
     host = member_context(Path(deployment.summary["hosts"][0]["folder"]))
     monitor = member_context(deployment.folder / "operator")
     tenant, operator = deployment.key("client/tenant.key"), deployment.key("operator/operator.key")
+    metrics = deployment.key("operator/metrics.key")
+    keys = (NO_HEADERS, tenant, operator, metrics)
     for service, url in deployment.services:
         for method, path in paths(service):
             where = f"{method} {url}{path}"
@@ -91,17 +93,18 @@ def assert_nothing_is_open(deployment: RunningDeployment, scratch: Path) -> None
 
             assert ask(None) is None, f"{where} answers without TLS"
             for certificate in (stranger, foreign):
-                for key in (NO_HEADERS, tenant, operator):
+                for key in keys:
                     answer = ask(certificate, key)
                     if service != "gateway":
                         assert answer is None, f"{where} answers without a certificate: {answer}"
                     else:
-                        _check_gateway(method, path, key, tenant, operator, answer)
+                        opens = {"tenant": tenant, "operator": operator, "metrics": metrics}
+                        _check_gateway(method, path, key, opens, answer)
             if service != "gateway":
                 for certificate in (host, monitor):
-                    for key in (NO_HEADERS, tenant, operator):
+                    for key in keys:
                         is_open = (method, path) in OPEN[service]
-                        if key == operator and path == "/metrics":
+                        if key == metrics and path == "/metrics":
                             is_open = True
                         _check_member_service(where, ask(certificate, key), is_open=is_open)
     for address in data_addresses(deployment):
@@ -141,16 +144,18 @@ def data_addresses(deployment: RunningDeployment) -> Iterator[tuple[str, int]]:
 
 
 def _check_gateway(
-    method: str, path: str, key: Any, tenant: Any, operator: Any, answer: Answer | None
+    method: str, path: str, key: Any, opens: Mapping[str, Any], answer: Answer | None
 ) -> None:
     where = f"{method} {path}: {answer}"
     assert answer is not None, where
     if (method, path) in OPEN["gateway"]:
         assert answer.status == 200, where
-    elif key == tenant and (method, path) in FOR_TENANTS:
+    elif key == opens["tenant"] and (method, path) in FOR_TENANTS:
         assert answer.status not in (401, 403), where
-    elif key == operator and (method, path) not in FOR_TENANTS | FOR_MEMBERS:
+    elif key == opens["operator"] and (method, path) not in FOR_TENANTS | FOR_MEMBERS:
         assert answer.status not in (401, 403), where
+    elif key == opens["metrics"] and path == "/metrics":
+        assert answer.status == 200, where
     else:
         _assert_refused(answer, where)
 

@@ -42,6 +42,15 @@ def test_a_request_without_the_key_is_refused(tmp_path: Path, headers: dict[str,
         assert host.post("/v1/open", asked, bearer(KEY))[0] == 200
 
 
+def test_the_metrics_key_opens_the_metrics_only(tmp_path: Path) -> None:
+    keys = [SharedKey(["a-key-for-prometheus"])]
+    with kvd(tmp_path, member_key=SharedKey([KEY]), for_metrics=keys) as host, host.engine():
+        given = bearer("a-key-for-prometheus")
+        assert host.get("/metrics", given)[0] == 200
+        for path in ("/v1/stats", "/v1/events", "/v1/role"):
+            assert host.get(path, given)[0] == 401
+
+
 @pytest.mark.parametrize("source_key", [KEY, "another-key-of-that-sort"])
 def test_kvds_send_the_key_to_each_other(tmp_path: Path, source_key: str) -> None:
     source, target = SharedKey([source_key]), SharedKey([KEY])

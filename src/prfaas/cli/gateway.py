@@ -68,6 +68,7 @@ def gateway(
     console: bool,
     member_key_file: str | None,
     operator_key_file: str | None,
+    metrics_key_file: str | None,
     tls_ca: str | None,
     tls_cert: str | None,
     tls_key: str | None,
@@ -110,7 +111,13 @@ def gateway(
         port = entry_port(stated, home)
     deployment = _with_flags(stated, host, port, policy, advise, console, otlp_endpoint)
     security = SecurityFlags(
-        member_key_file, operator_key_file, tls_ca, tls_cert, tls_key, bool(insecure)
+        member_key_file,
+        operator_key_file,
+        metrics_key_file,
+        tls_ca,
+        tls_cert,
+        tls_key,
+        bool(insecure),
     )
     section = deployment.gateway
     options = load_options(file, assignments, section, security, home)

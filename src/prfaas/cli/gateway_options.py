@@ -28,6 +28,7 @@ class SecurityFlags(NamedTuple):
 
     member_key_file: str | None
     operator_key_file: str | None
+    metrics_key_file: str | None
     tls_ca: str | None
     tls_cert: str | None
     tls_key: str | None
@@ -65,6 +66,7 @@ def load_options(
     credentials = GatewayCredentials(
         tenant_keys,
         operator=read_key(flags.operator_key_file or _at(folder, section.operator_key_file)),
+        metrics=read_key(flags.metrics_key_file or _at(folder, section.metrics_key_file)),
         member=member,
         salt_secret=salt,
         insecure=insecure,

@@ -308,11 +308,18 @@ def init(
 
 def _change(folder: Path, added_host: str | None, *, as_json: bool) -> None:
     """Adds a host to a deployment, or renews the certificates of all hosts."""
-    from prfaas.launch.new_deployment.folder import add_host, renew_certificates
+    from prfaas.launch.new_deployment.folder import (
+        add_host,
+        has_metrics_key,
+        read_answers,
+        renew_certificates,
+    )
 
+    is_upgraded = not has_metrics_key(folder, read_answers(folder))
     if added_host is None:
         answers = renew_certificates(folder)
         _show_renewed(folder, answers, as_json=as_json)
+        _show_upgraded(is_upgraded)
         return
     cluster, equals, host = added_host.partition("=")
     if not equals:
@@ -321,6 +328,19 @@ def _change(folder: Path, added_host: str | None, *, as_json: bool) -> None:
         )
     answers, added = add_host(folder, cluster.strip(), parse_host(host, "--add-host"))
     _show(_summary(folder, answers, [added]), as_json=as_json, is_new=False)
+    _show_upgraded(is_upgraded)
+
+
+def _show_upgraded(is_upgraded: bool) -> None:
+    """On standard error, so that it is told beside JSON, too."""
+    if is_upgraded:
+        click.echo(
+            "\nThe deployment is of an earlier version, and has got a metrics key now, which opens "
+            "/metrics only.\nCopy the folder of every host again, remove operator.key from hosts "
+            "other than the gateway's, restart their\nprocesses, and give Prometheus "
+            "operator/metrics.key.",
+            err=True,
+        )
 
 
 def _refuse_other_options(ctx: click.Context) -> None:

@@ -125,7 +125,7 @@ def render() -> None:
     "--rotate-keys",
     "step",
     type=click.Choice(["add", "use", "remove"]),
-    help="One of the three steps that replace the member key and the operator key.",
+    help="One of the three steps that replace the member key and the keys of operators.",
 )
 def kubernetes(
     file: Path,

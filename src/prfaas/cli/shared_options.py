@@ -47,7 +47,7 @@ set_option = click.option(
 
 
 def security_options(command: F) -> F:
-    """`--member-key-file`, `--operator-key-file`, `--tls-*` and `--insecure`. SIGHUP makes the
+    """Key files (`--member-key-file` and so on), `--tls-*` and `--insecure`. SIGHUP makes the
     process read the files again."""
     for option in reversed(_SECURITY_OPTIONS):
         command = option(command)
@@ -65,6 +65,11 @@ _SECURITY_OPTIONS = (
         metavar="FILE",
         help="File with the key that opens the operator's paths.",
     ),
+    click.option(
+        "--metrics-key-file",
+        metavar="FILE",
+        help="File with the key that opens /metrics and nothing else.",
+    ),
     click.option("--tls-ca", metavar="FILE", help="CA certificate of the deployment."),
     click.option("--tls-cert", metavar="FILE", help="Certificate of this service."),
     click.option("--tls-key", metavar="FILE", help="Private key of the certificate."),
@@ -75,6 +80,11 @@ _SECURITY_OPTIONS = (
         help="Listen on more than loopback without key and TLS.",
     ),
 )
+
+
+def read_keys(*files: str | None) -> list[SharedKey]:
+    """The keys of the files that are named."""
+    return [SharedKey.read(Path(file)) for file in files if file is not None]
 
 
 def read_key(file: str | Path | None) -> SharedKey | None:

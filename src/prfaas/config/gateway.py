@@ -126,6 +126,9 @@ class GatewaySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     operator_key_file: str | None = None
     """File with the operator key, which opens `/prfaas/v1/*` and `/metrics`, relative to the
     deployment file. With API keys but without this key, these paths are closed."""
+    metrics_key_file: str | None = None
+    """File with the metrics key, for Prometheus: it opens `/metrics` and nothing else. Relative to
+    the deployment file."""
     member_key_file: str | None = None
     """File with the member key, which the gateways, nodes and kvds of a deployment share, relative
     to the deployment file. Without it, kvds cannot register."""

@@ -79,7 +79,10 @@ class KvdSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """File with the member key, which the gateways, nodes and kvds of a deployment share. With it,
     the HTTP API requires the key. Required to listen on more than loopback."""
     operator_key_file: str | None = None
-    """File with the operator key, which opens `/metrics` only."""
+    """File with the operator key, which opens `/metrics`, too, as in files of earlier versions. A
+    host needs no more than the metrics key."""
+    metrics_key_file: str | None = None
+    """File with the metrics key, which opens `/metrics` and nothing else."""
     peers: list[str] = []
     """Hosts that KV may be sent to and pulled from: names, addresses or networks such as
     10.0.0.0/16. By default every host with a member key, and only this host without one."""
@@ -161,7 +164,10 @@ class NodeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """File with the member key, which the gateways, nodes and kvds of a deployment share. With it,
     the API requires the key. Required to listen on more than loopback."""
     operator_key_file: str | None = None
-    """File with the operator key, which opens `/metrics` only."""
+    """File with the operator key, which opens `/metrics`, too, as in files of earlier versions. A
+    host needs no more than the metrics key."""
+    metrics_key_file: str | None = None
+    """File with the metrics key, which opens `/metrics` and nothing else."""
     insecure: bool = False
     """Whether this node may listen on more than loopback without a member key and TLS. Then every
     process that reaches it can use it."""
@@ -218,9 +224,12 @@ class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 # Keys whose value is a path. They are resolved here, where the file's folder is known.
 _PATHS: dict[str, tuple[str, ...]] = {
-    "kvd": ("socket", "ssd", "member_key_file", "operator_key_file"),
+    "kvd": ("socket", "ssd", "member_key_file", "operator_key_file", "metrics_key_file"),
     "kvd.tls": TLS_PATHS,
-    "node": ("kvd_socket", "member_key_file", "operator_key_file", "tokenizer", "kernel_cache"),
+    "node": (
+        *("kvd_socket", "member_key_file", "operator_key_file", "metrics_key_file", "tokenizer"),
+        "kernel_cache",
+    ),
     "node.tls": TLS_PATHS,
 }
 

@@ -16,7 +16,7 @@ GET  /v1/records, POST      ?name=: a planning record; keeps one, unless a later
                             later gateway has the planning lease
 POST /v1/prove              proves that this kvd has the member key, without revealing it
 GET  /prfaas/v1/traces/ID   the spans of a trace that this kvd still has (`contracts/trace_api.py`)
-GET  /metrics               for Prometheus; the operator key opens it, too
+GET  /metrics               for Prometheus; the metrics key opens it, too
 GET  /health                200 while the process runs, as /live
 GET  /live, /ready          for orchestrators (`service/probes.py`)
 GET  /openapi.json          this API as a document (`kvd/openapi.py`)
@@ -29,6 +29,7 @@ requests without it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -125,16 +126,16 @@ class HttpApi:
     def app(
         self,
         member: SharedKey | None = None,
-        operator: SharedKey | None = None,
+        for_metrics: Sequence[SharedKey] = (),
         own_host: OwnHost | None = None,
     ) -> web.Application:
-        """`own_host` applies without a member key."""
+        """The keys `for_metrics` open /metrics. `own_host` applies without a member key."""
         log_malformed_requests_briefly()
         self._key = member
         self._document = openapi(with_keys=member is not None)
         checks = []
         if member is not None:
-            checks.append(require_key(unauthorized, member, operator, OPEN_PATHS))
+            checks.append(require_key(unauthorized, member, for_metrics, OPEN_PATHS))
         elif own_host is not None:
             checks.append(refuse_foreign(own_host, foreign, OPEN_PATHS))
         app = web.Application(middlewares=[*checks, respond_to_errors])

@@ -248,6 +248,7 @@ def with_absolute_paths(deployment: Deployment, folder: Path) -> Deployment:
             section,
             tokenizer=at(section.tokenizer),
             operator_key_file=at(section.operator_key_file),
+            metrics_key_file=at(section.metrics_key_file),
             member_key_file=at(section.member_key_file),
             salt_file=at(section.salt_file),
             tls=msgspec.structs.replace(

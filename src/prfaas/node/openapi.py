@@ -136,7 +136,7 @@ def openapi(*, with_keys: bool) -> bytes:
     document.add(
         "get",
         "/metrics",
-        "Prometheus metrics; the operator key opens it, too.",
+        "Prometheus metrics; the metrics key opens it, too.",
         {TEXT: {"type": "string"}},
         errors=keyed,
     )

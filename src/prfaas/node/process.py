@@ -86,7 +86,7 @@ class NodeCredentials:
     """What the node requires of its callers, and shows to its kvd."""
 
     member_key: SharedKey | None = None
-    operator_key: SharedKey | None = None
+    for_metrics: Sequence[SharedKey] = ()  # each opens /metrics
     tls: TlsIdentity | None = None
 
 
@@ -104,9 +104,9 @@ async def run_node(
     raise_descriptor_limit()
     stopping = Stopping()
     stopping.handle_signals()
-    member_key, operator_key, tls = (
+    member_key, for_metrics, tls = (
         credentials.member_key,
-        credentials.operator_key,
+        credentials.for_metrics,
         credentials.tls,
     )
     listening = listen(settings.host, settings.port)
@@ -117,7 +117,7 @@ async def run_node(
     async with AsyncExitStack() as stack:
         stack.callback(listening.close)
         await stack.enter_async_context(
-            reloading([member_key, operator_key, tls, kvd], settings.credentials_poll_s)
+            reloading([member_key, *for_metrics, tls, kvd], settings.credentials_poll_s)
         )
         keeps = settings.keep_answers
         await _wait_for_kvd(kvd.socket, settings.timeouts.kvd_wait_s, stopping)
@@ -153,7 +153,7 @@ async def run_node(
         )
         await api.start()
         own_host = OwnHost.of(settings.host, insecure=settings.insecure)
-        application = api.application(member_key, operator_key, own_host)
+        application = api.application(member_key, for_metrics, own_host)
         # Cancels the handler of a client that hangs up, even while nothing is written to it.
         connections = Connections("node", ConnectionTable(bounds_of_process()))
         connections.watch(application)

@@ -1,4 +1,4 @@
-"""The one reader of secret files: tenant keys, the operator key, the member key, the salt secret.
+"""The one reader of secret files: keys of tenants and members, operator key, metrics key, salt.
 
 Secrets are passed as files, because every user of the host can read a command line. A file that
 every user can read is no better, so it is refused.

@@ -1,4 +1,4 @@
-"""Keys that services share: the operator key and the member key (docs/security.md).
+"""Keys that services share: operator key, metrics key and member key (docs/security.md).
 
 A key travels as an HTTP bearer token and is compared in constant time. A key file has one key per
 line: the first one is sent, every one is accepted. An operator replaces a key without an
@@ -112,18 +112,18 @@ def digest(secret: str) -> bytes:
 def require_key(
     refuse: Callable[[], web.StreamResponse],
     member: SharedKey,
-    operator: SharedKey | None,
+    for_metrics: Sequence[SharedKey],
     open_paths: frozenset[str],
 ) -> Middleware:
-    """A middleware that returns `refuse()` for a request without the member key. The operator key
-    opens /metrics."""
+    """A middleware that returns `refuse()` for a request without the member key. The keys
+    `for_metrics` open /metrics."""
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("Authorization")
         if request.path in open_paths or member.accepts(given):
             return await handler(request)
-        if request.path == "/metrics" and operator is not None and operator.accepts(given):
+        if request.path == "/metrics" and any(key.accepts(given) for key in for_metrics):
             return await handler(request)
         return refuse()
 

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from prfaas.errors import RequestError
 from prfaas.gateway.api.credentials import GatewayCredentials, Keyring, TenantKey
+from prfaas.security.shared_key import SharedKey
 
 
 @given(st.tuples(st.text(), st.text()), st.tuples(st.text(), st.text()))
@@ -36,3 +37,19 @@ def test_each_tenant_has_its_own_tag_which_does_not_name_it(one: str, two: str) 
     assert (credentials.tenant_tag(one) == credentials.tenant_tag(two)) == (one == two)
     assert credentials.tenant_tag(one) != other.tenant_tag(one)
     assert credentials.tenant_tag("") == ""
+
+
+@pytest.mark.parametrize("operator", [SharedKey(["operator"]), None])
+def test_the_metrics_key_opens_the_metrics_only(operator: SharedKey | None) -> None:
+    keys = [TenantKey("tenant", "one")]
+    credentials = GatewayCredentials(
+        lambda: keys,
+        operator=operator,
+        metrics=SharedKey(["metrics"]),
+        member=SharedKey(["member"]),
+    )
+    assert credentials.admit("/metrics", "Bearer metrics") == ""
+    others = ("/prfaas/v1/state", "/prfaas/v1/drain", "/v1/models", "/prfaas/v1/register")
+    for path, key in (*((path, "metrics") for path in others), ("/metrics", "tenant")):
+        with pytest.raises(RequestError):
+            credentials.admit(path, f"Bearer {key}")

@@ -256,7 +256,8 @@ def test_vllm_servers_have_our_connector_and_all_gpus(folder: Path, engine: Engi
     assert hasattr(importlib.import_module(module), name)
     given = {one["name"]: one.get("value") for one in made["env"]}
     assert given[member_access.MEMBER_KEY_FILE] == "/etc/prfaas/secrets/member.key"
-    assert given[member_access.OPERATOR_KEY_FILE] == "/etc/prfaas/secrets/operator.key"
+    assert given[member_access.METRICS_KEY_FILE] == "/etc/prfaas/secrets/metrics.key"
+    assert member_access.OPERATOR_KEY_FILE not in given
     assert "VLLM_API_KEY" not in given  # it could not be replaced
     hook = made["lifecycle"]["preStop"]["exec"]["command"]
     assert hook[hook.index("--leave-file") + 1] == given[member_access.LEAVING_FILE]
@@ -312,7 +313,7 @@ def test_a_rolling_update_never_has_too_few_pods(folder: Path) -> None:
     assert (pods["replicas"], pods["podManagementPolicy"]) == (2, "Parallel")
 
 
-def test_prometheus_scrapes_every_port_with_the_operator_key(folder: Path) -> None:
+def test_prometheus_scrapes_every_port_with_the_metrics_key(folder: Path) -> None:
     monitors = objects(folder, "east", "ServiceMonitor")
     scraped = {one["port"] for m in monitors.values() for one in m["spec"]["endpoints"]}
     assert scraped == {"kvd-http", "engine-http", "gateway-http"}
@@ -330,7 +331,9 @@ def test_prometheus_scrapes_every_port_with_the_operator_key(folder: Path) -> No
             assert one["tlsConfig"]["serverName"] == "kvd.prfaas"
             assert one["port"] in {p["name"] for p in chosen[0]["spec"]["ports"]}
     token = folder / "east/overlay/secrets/monitoring" / monitoring.TOKEN
-    assert token.read_text() == (folder / "keys/operator.key").read_text().strip()
+    assert token.read_text() == (folder / "keys/metrics.key").read_text().strip()
+    for secret in ("members", "monitoring"):  # the pods of members cannot give orders
+        assert not list((folder / "east/overlay/secrets" / secret).glob("operator*"))
 
 
 # Who may talk to whom -----------------------------------------------------------------------------

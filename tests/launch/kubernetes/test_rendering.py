@@ -141,9 +141,9 @@ def test_keys_are_replaced_in_three_steps(tmp_path: Path) -> None:
         for cluster in CLUSTERS:
             found = lines(folder, "member.key", f"{cluster}/overlay/secrets/members")
             assert len(found) == count and (found[0] == old) is sent_is_old
-            operator = lines(folder, "operator.key")
-            token = folder / cluster / "overlay/secrets/monitoring/operator.token"
-            assert token.read_text() == operator[0]
+            metrics = lines(folder, "metrics.key")
+            token = folder / cluster / "overlay/secrets/monitoring/metrics.token"
+            assert token.read_text() == metrics[0]
     rotate_keys(folder, "add")  # of the next rotation
 
 

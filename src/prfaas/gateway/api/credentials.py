@@ -1,6 +1,7 @@
 """The gateway's credentials: which of them opens which path, and the tenants' cache salts.
 
-Tenant keys open /v1/*, /tokenize and /detokenize. The operator key opens /prfaas/v1/* and /metrics.
+Tenant keys open /v1/*, /tokenize and /detokenize. The operator key opens /prfaas/v1/* and /metrics,
+the metrics key /metrics only.
 The member key opens /prfaas/v1/register, for kvds, and /prfaas/v1/gateway, for other gateways.
 Tenants do not share a cache: each tenant has its own salts.
 """
@@ -11,6 +12,7 @@ import hmac
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -23,6 +25,7 @@ from prfaas.service.probes import PROBE_PATHS
 # Probes have no key, and the document has no state.
 OPEN_PATHS = PROBE_PATHS | {"/health", "/openapi.json"}
 REGISTER = "/prfaas/v1/register"
+METRICS = "/metrics"
 _TENANT_PREFIX = "/v1/"
 _TENANT_PATHS = frozenset({"/tokenize", "/detokenize"})
 _SALT_BYTES = 32
@@ -84,6 +87,7 @@ class GatewayCredentials:
         tenant_keys: Callable[[], Sequence[TenantKey]] = tuple,
         *,
         operator: SharedKey | None = None,
+        metrics: SharedKey | None = None,
         member: SharedKey | None = None,
         salt_secret: bytes | None = None,
         insecure: bool = False,
@@ -95,6 +99,7 @@ class GatewayCredentials:
         self._read_tenant_keys = tenant_keys
         self._keyring = Keyring(tenant_keys())
         self._operator = operator
+        self._metrics = metrics
         self._member = member
         self._salt_secret = salt_secret or secrets.token_bytes(_SALT_BYTES)
         self._insecure = insecure
@@ -121,8 +126,8 @@ class GatewayCredentials:
         return self._keyring.tenants
 
     def files(self) -> Sequence[Path]:
-        operator = () if self._operator is None else self._operator.files()
-        return (*self._key_files, *operator)
+        shared = [key.files() for key in (self._operator, self._metrics) if key is not None]
+        return (*self._key_files, *chain.from_iterable(shared))
 
     def reload(self) -> None:
         keyring = Keyring(self._read_tenant_keys())
@@ -132,8 +137,9 @@ class GatewayCredentials:
                 where="gateway.keys",
                 fix="keep one key, or restart the gateway",
             )
-        if self._operator is not None:
-            self._operator.reload()
+        for key in (self._operator, self._metrics):
+            if key is not None:
+                key.reload()
         self._keyring = keyring
 
     def admit(self, path: str, authorization: str | None) -> str:
@@ -149,6 +155,8 @@ class GatewayCredentials:
             return ""
         if path.startswith(_TENANT_PREFIX) or path in _TENANT_PATHS:
             return self._keyring.tenant(authorization)
+        if path == METRICS and self._metrics is not None and self._metrics.accepts(authorization):
+            return ""
         self._admit_operator(authorization)
         return ""
 

@@ -26,7 +26,8 @@ from prfaas.security.shared_key import SharedKey
 _LOG = logging.getLogger(__name__)
 
 MEMBER_KEY_FILE = "PRFAAS_MEMBER_KEY_FILE"
-OPERATOR_KEY_FILE = "PRFAAS_OPERATOR_KEY_FILE"
+METRICS_KEY_FILE = "PRFAAS_METRICS_KEY_FILE"
+OPERATOR_KEY_FILE = "PRFAAS_OPERATOR_KEY_FILE"  # opens /metrics, too, as in earlier versions
 LEAVING_FILE = "PRFAAS_LEAVING_FILE"
 POLL_S = 5.0  # between two looks at the files
 _HEALTH, _METRICS = "/health", "/metrics"
@@ -38,21 +39,21 @@ Application: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class MemberAccess:
-    """The member key opens every path, the operator key /metrics. /health needs no key: over mutual
+    """The member key opens every path, the metrics key /metrics. /health needs no key: over mutual
     TLS its caller has a certificate of the deployment."""
 
     def __init__(self, app: Application, clock: Clock | None = None) -> None:
         self._app = app
         self._clock = clock or MonotonicClock()
         self._member = _required(MEMBER_KEY_FILE)
-        operator = os.environ.get(OPERATOR_KEY_FILE)
-        self._operator = SharedKey.read(Path(operator)) if operator else None
+        named = [os.environ.get(name) for name in (METRICS_KEY_FILE, OPERATOR_KEY_FILE)]
+        self._for_metrics = [SharedKey.read(Path(file)) for file in named if file]
         leaving = os.environ.get(LEAVING_FILE)
         self._leaving = Path(leaving) if leaving else None
         if self._leaving is not None:
             # Of a server of this pod that was stopped, and started again.
             self._leaving.unlink(missing_ok=True)
-        self._keys = [key for key in (self._member, self._operator) if key is not None]
+        self._keys = [self._member, *self._for_metrics]
         self._watch = FileWatch(self._keys)
         self._looked_s = self._clock.now()
 
@@ -76,7 +77,7 @@ class MemberAccess:
         text = given.decode("utf-8", "surrogateescape")
         if self._member.accepts(text):
             return True
-        return path == _METRICS and self._operator is not None and self._operator.accepts(text)
+        return path == _METRICS and any(key.accepts(text) for key in self._for_metrics)
 
     def _look(self) -> None:
         now_s = self._clock.now()

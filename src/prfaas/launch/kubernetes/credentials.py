@@ -1,7 +1,8 @@
 """The keys and certificates of a deployment on Kubernetes, kept beside its manifests.
 
     DIR/ca.pem, ca.key          the CA; ca.key stays with the operator
-    DIR/keys/                   member.key, operator.key, salt.key, a key for each tenant
+    DIR/keys/                   member.key, operator.key, metrics.key, salt.key, a key for each
+                                tenant
     DIR/client/, operator/      what clients and operators need outside of the clusters
     DIR/CLUSTER/overlay/secrets/SECRET/     what the pods of a cluster get
 
@@ -21,7 +22,15 @@ from prfaas.launch.kubernetes.pod_places import MEMBERS_SERVICE, NAMESPACE
 from prfaas.launch.kubernetes.rendering import Rendered, tenant_file
 from prfaas.launch.new_deployment.folder import FileTree, read_authority
 from prfaas.launch.new_deployment.host_files import CLIENT, OPERATOR
-from prfaas.launch.services.places import CA, CERT, KEY, MEMBER_KEY, OPERATOR_KEY, SALT
+from prfaas.launch.services.places import (
+    CA,
+    CERT,
+    KEY,
+    MEMBER_KEY,
+    METRICS_KEY,
+    OPERATOR_KEY,
+    SALT,
+)
 from prfaas.security.certificates import (
     CertificateAuthority,
     IssuedCertificate,
@@ -31,7 +40,7 @@ from prfaas.security.secret_file import read_secrets
 
 CA_KEY = "ca.key"
 KEYS = "keys"
-_ROTATED = (MEMBER_KEY, OPERATOR_KEY)
+_ROTATED = (MEMBER_KEY, OPERATOR_KEY, METRICS_KEY)
 _STEP_FILE = "rotation"  # beside the keys: the latest step that was taken
 _KEY_BYTES = 32
 _DOMAIN = "svc.cluster.local"
@@ -55,7 +64,7 @@ def write_credentials(
                     tree.write(f"{at}/{name}", authority.pem, secret=True)
                 elif name == monitoring.TOKEN:
                     # Without a line end, which a header cannot have.
-                    first = keys[OPERATOR_KEY].split()[0]
+                    first = keys[METRICS_KEY].split()[0]
                     tree.write(f"{at}/{name}", first, secret=True)
                 elif name in keys:
                     tree.write(f"{at}/{name}", keys[name], secret=True)
@@ -111,7 +120,7 @@ def _authority(folder: Path, tree: FileTree) -> CertificateAuthority:
 
 
 def _keys(folder: Path, tree: FileTree, tenants: Iterable[str]) -> dict[str, bytes]:
-    names = [MEMBER_KEY, OPERATOR_KEY, SALT, *map(tenant_file, tenants)]
+    names = [MEMBER_KEY, OPERATOR_KEY, METRICS_KEY, SALT, *map(tenant_file, tenants)]
     found = {}
     for name in names:
         file = folder / KEYS / name
@@ -133,7 +142,8 @@ def _write_for_people(
     for tenant in options.tenants:
         tree.write(f"{CLIENT}/{tenant_file(tenant)}", keys[tenant_file(tenant)], secret=True)
     tree.write(f"{OPERATOR}/{CA}", authority.pem)
-    tree.write(f"{OPERATOR}/{OPERATOR_KEY}", keys[OPERATOR_KEY], secret=True)
+    for name in (OPERATOR_KEY, METRICS_KEY):
+        tree.write(f"{OPERATOR}/{name}", keys[name], secret=True)
 
 
 def _write_pair(tree: FileTree, at: str, issued: IssuedCertificate) -> None:
@@ -145,9 +155,9 @@ def _write_pair(tree: FileTree, at: str, issued: IssuedCertificate) -> None:
 
 
 def rotate_keys(folder: Path, step: RotationStep) -> None:
-    """One of the three steps of docs/security.md, for the member key and the operator key. Raises
-    InputError when the steps are not taken in their order: a step that is taken twice would bring
-    the old key back."""
+    """One of the three steps of docs/security.md, for all keys but those of tenants and the salt.
+    Raises InputError when the steps are not taken in their order: a step that is taken twice would
+    bring the old key back."""
     tree = FileTree(folder)
     for name in _ROTATED:
         file = folder / KEYS / name

@@ -133,7 +133,7 @@ def _leave_first(engine: Service, engines: EngineSpec) -> Manifest:
     if engines.kind != "vllm":
         return {}
     words = ["--leave-file", LEAVING_FILE, "--leave-s", f"{engine.leave_s:g}"]
-    words += ["--idle-s", f"{engine.drain_s:g}", "--key-file", CREDENTIALS.operator_key]
+    words += ["--idle-s", f"{engine.drain_s:g}", "--key-file", CREDENTIALS.metrics_key]
     command = probe_command(engine, "/metrics", *words)
     return {"lifecycle": {"preStop": {"exec": {"command": command}}}}
 

@@ -7,13 +7,13 @@ from prfaas.launch.services.places import CA, CERT, KEY
 from prfaas.security.tls import SERVICE_NAME
 
 SECRET = "monitoring"
-TOKEN = "operator.token"  # the first line of operator.key: a header has one key
+TOKEN = "metrics.token"  # the first line of metrics.key: a header has one key
 FILES = (CA, CERT, KEY, TOKEN)
 _PATH = "/metrics"
 
 
 def service_monitor(name: str, selector: dict[str, str], ports: list[str]) -> Manifest:
-    """Scrapes these ports over mutual TLS, with the operator key."""
+    """Scrapes these ports over mutual TLS, with the metrics key."""
     return {
         "apiVersion": "monitoring.coreos.com/v1",
         "kind": "ServiceMonitor",

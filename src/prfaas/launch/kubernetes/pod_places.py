@@ -29,7 +29,7 @@ LEAVING_FILE = f"{RUN}/leaving"  # a vLLM server that is about to stop says so
 _MIDDLEWARE = "prfaas.integrations.vllm.member_access.MemberAccess"
 _VLLM_ENVIRONMENT = {
     "PRFAAS_MEMBER_KEY_FILE": CREDENTIALS.member_key,
-    "PRFAAS_OPERATOR_KEY_FILE": CREDENTIALS.operator_key,
+    "PRFAAS_METRICS_KEY_FILE": CREDENTIALS.metrics_key,
     "PRFAAS_LEAVING_FILE": LEAVING_FILE,
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",

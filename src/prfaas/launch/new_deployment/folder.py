@@ -4,8 +4,10 @@
     DIR/init.json                the answers, for --add-host
     DIR/hosts/HOST/              everything that one host needs
     DIR/client/                  for tenants: the CA, API keys
-    DIR/operator/                for operators and Prometheus: the CA, a certificate, operator.key
+    DIR/operator/                for operators and Prometheus: the CA, a certificate, operator.key,
+                                 metrics.key
 
+Of the hosts, only the gateway's has the operator key.
 Only the owner can read secrets and enter the folders.
 """
 
@@ -14,7 +16,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,20 +34,35 @@ from prfaas.launch.new_deployment.host_files import (
     host_file_name,
     tenant_key_file,
 )
-from prfaas.launch.services.places import CA, CERT, DEPLOYMENT, KEY, MEMBER_KEY, OPERATOR_KEY, SALT
+from prfaas.launch.services.places import (
+    CA,
+    CERT,
+    DEPLOYMENT,
+    KEY,
+    MEMBER_KEY,
+    METRICS_KEY,
+    OPERATOR_KEY,
+    SALT,
+)
 from prfaas.security.certificates import CertificateAuthority, IssuedCertificate
 from prfaas.security.secret_file import check_private
 
 ANSWERS = "init.json"
 _CA_KEY = "ca.key"
 _KEY_BYTES = 32
+_ALL_KEYS = (MEMBER_KEY, OPERATOR_KEY, METRICS_KEY)  # as `_SharedKeys` has them
+_OPERATORS = (OPERATOR_KEY, METRICS_KEY)
+# Lines of host files and of the deployment's file.
+_OPERATOR_LINE = f'operator_key_file = "{OPERATOR_KEY}"'
+_METRICS_LINE = f'metrics_key_file = "{METRICS_KEY}"'
 
 
 class _SharedKeys(NamedTuple):
-    """Keys that every host has, as their files hold them."""
+    """Keys of the deployment, as their files hold them."""
 
     member: bytes
     operator: bytes
+    metrics: bytes
 
 
 def write_deployment(folder: Path, answers: Answers, designed: Deployment, *, force: bool) -> None:
@@ -54,7 +71,7 @@ def write_deployment(folder: Path, answers: Answers, designed: Deployment, *, fo
     check_replaceable(folder, force=force)
     folder = folder.resolve()
     authority = CertificateAuthority.new()
-    shared = _SharedKeys(_new_key(), _new_key())
+    shared = _SharedKeys(_new_key(), _new_key(), _new_key())
     tenants = {tenant_key_file(answers, tenant): _new_key() for tenant in answers.tenants}
     finished, copied = finish_deployment(designed, answers)
     catalogs = catalog_files(designed) if answers.engine == "emulated" else {}
@@ -67,7 +84,9 @@ def write_deployment(folder: Path, answers: Answers, designed: Deployment, *, fo
         tree.write(ANSWERS, _encode(answers))
         for host in answers.hosts:
             at = f"hosts/{folder_name(host)}"
-            _write_credentials(tree, at, authority, authority.issue(host, answers.days), shared)
+            issued = authority.issue(host, answers.days)
+            names = _keys_of(answers, host)
+            _write_credentials(tree, at, authority, issued, shared, names)
             for instance in answers.instances:
                 if instance.host == host:
                     _write_instance(tree, at, answers, instance, catalogs)
@@ -81,7 +100,7 @@ def write_deployment(folder: Path, answers: Answers, designed: Deployment, *, fo
                 tree.write(f"{at}/{name}", key, secret=True)
         tree.write(f"{CLIENT}/{CA}", authority.pem)
         issued = authority.issue_client(OPERATOR, answers.days)
-        _write_credentials(tree, OPERATOR, authority, issued, shared, is_member=False)
+        _write_credentials(tree, OPERATOR, authority, issued, shared, _OPERATORS)
         _put_in_place(unfinished, folder)
     except OSError as error:
         raise InputError(
@@ -100,11 +119,13 @@ def add_host(folder: Path, cluster: str, host: str) -> tuple[Answers, Instance]:
     gateway = folder / "hosts" / folder_name(answers.gateway)
     try:
         tree = FileTree(folder)
+        _add_metrics_key(tree, folder, answers)
         if not (folder / at / CERT).exists():
             authority = read_authority(folder)
-            keys = ((gateway / name).read_bytes() for name in (MEMBER_KEY, OPERATOR_KEY))
+            found = [(gateway / name).read_bytes() for name in _ALL_KEYS]
             issued = authority.issue(host, answers.days)
-            _write_credentials(tree, at, authority, issued, _SharedKeys(*keys))
+            names = _keys_of(answers, host)
+            _write_credentials(tree, at, authority, issued, _SharedKeys(*found), names)
         catalogs = {name: gateway / name for name in answers.catalogs}
         _write_instance(tree, at, changed, added, catalogs)
         tree.write(ANSWERS, _encode(changed))
@@ -123,6 +144,7 @@ def renew_certificates(folder: Path) -> Answers:
         for host in answers.hosts:
             _write_pair(tree, f"hosts/{folder_name(host)}", authority.issue(host, answers.days))
         _write_pair(tree, OPERATOR, authority.issue_client(OPERATOR, answers.days))
+        _add_metrics_key(tree, folder, answers)
     except OSError as error:
         raise _lost(error, folder) from None
     return answers
@@ -196,14 +218,49 @@ def _write_credentials(
     authority: CertificateAuthority,
     issued: IssuedCertificate,
     keys: _SharedKeys,
-    *,
-    is_member: bool = True,
+    names: Sequence[str],
 ) -> None:
+    """`names`: files of the keys that this folder gets."""
     tree.write(f"{at}/{CA}", authority.pem)
     _write_pair(tree, at, issued)
-    tree.write(f"{at}/{OPERATOR_KEY}", keys.operator, secret=True)
-    if is_member:
-        tree.write(f"{at}/{MEMBER_KEY}", keys.member, secret=True)
+    for name, key in zip(_ALL_KEYS, keys, strict=True):
+        if name in names:
+            tree.write(f"{at}/{name}", key, secret=True)
+
+
+def _keys_of(answers: Answers, host: str) -> Sequence[str]:
+    """Other hosts than the gateway's need not be trusted with orders."""
+    return _ALL_KEYS if host == answers.gateway else (MEMBER_KEY, METRICS_KEY)
+
+
+def has_metrics_key(folder: Path, answers: Answers) -> bool:
+    """False for a folder of an earlier version."""
+    return (folder / "hosts" / folder_name(answers.gateway) / METRICS_KEY).exists()
+
+
+def _add_metrics_key(tree: FileTree, folder: Path, answers: Answers) -> None:
+    """In a folder of an earlier version, whose hosts have the operator key for `/metrics`: makes
+    the metrics key, names it in the files of hosts and gateway instead, and takes the operator key
+    out of the folders of other hosts. What the operator has edited in these files stays."""
+    if has_metrics_key(folder, answers):
+        return
+    key = _new_key()
+    for host in answers.hosts:
+        at = f"hosts/{folder_name(host)}"
+        for instance in answers.instances:
+            if instance.host == host:
+                name = f"{at}/{host_file_name(instance)}"
+                text = (folder / name).read_text(encoding="utf-8")
+                tree.write(name, text.replace(_OPERATOR_LINE, _METRICS_LINE).encode())
+        if host != answers.gateway:
+            tree.write(f"{at}/{METRICS_KEY}", key, secret=True)
+            (folder / at / OPERATOR_KEY).unlink(missing_ok=True)
+    at = f"hosts/{folder_name(answers.gateway)}"
+    text = (folder / at / DEPLOYMENT).read_text(encoding="utf-8")
+    both = f"{_OPERATOR_LINE}\n{_METRICS_LINE}"
+    tree.write(f"{at}/{DEPLOYMENT}", text.replace(_OPERATOR_LINE, both).encode())
+    tree.write(f"{OPERATOR}/{METRICS_KEY}", key, secret=True)
+    tree.write(f"{at}/{METRICS_KEY}", key, secret=True)  # the last one: the folder is upgraded
 
 
 def _write_pair(tree: FileTree, at: str, issued: IssuedCertificate) -> None:

@@ -16,6 +16,7 @@ from prfaas.launch.services.places import (
     CERT,
     KEY,
     MEMBER_KEY,
+    METRICS_KEY,
     OPERATOR_KEY,
     SALT,
     HostPlace,
@@ -32,7 +33,7 @@ from prfaas.launch.services.words import (
     node_words,
 )
 
-MEMBER_SECRETS = (CA, CERT, KEY, MEMBER_KEY, OPERATOR_KEY)
+MEMBER_SECRETS = (CA, CERT, KEY, MEMBER_KEY, METRICS_KEY)
 KVD_DATA, HTTP = "kv", "http"  # names of ports
 _LIVE, _READY = "/live", "/ready"
 _VLLM_HEALTH = "/health"  # it has no other path for probes
@@ -153,7 +154,7 @@ def gateway_service(
         words=(*gateway_words(file, cluster, timeouts), *options),
         ports={HTTP: section.port},
         files=dict(files or {}),
-        secrets=(*MEMBER_SECRETS, SALT, *keys) if section.tls.cert else (),
+        secrets=(*MEMBER_SECRETS, OPERATOR_KEY, SALT, *keys) if section.tls.cert else (),
         probe_port=HTTP,
         live_path=_LIVE,
         ready_path=_READY,

@@ -12,17 +12,20 @@ from prfaas.config.host import KvdSection, KvdTimeouts, NodeSection, NodeTimeout
 from prfaas.config.tls import TlsSection
 
 CA, CERT, KEY = "ca.pem", "cert.pem", "key.pem"
-MEMBER_KEY, OPERATOR_KEY, SALT = "member.key", "operator.key", "salt.key"
+MEMBER_KEY, OPERATOR_KEY, METRICS_KEY = "member.key", "operator.key", "metrics.key"
+SALT = "salt.key"
 DEPLOYMENT = "deployment.toml"
 MODEL_FOLDER = "model"  # of the gateway: the model's configuration and tokenizer
 
 
 class Credentials(msgspec.Struct, frozen=True):
-    """The files of a host's credentials, as its services name them."""
+    """The files of a host's credentials, as its services name them. Only the gateway's host has the
+    operator key."""
 
     tls: TlsSection
     member_key: str
     operator_key: str
+    metrics_key: str
 
 
 def credentials_in(folder: str = "", server_name: str | None = None) -> Credentials:
@@ -30,7 +33,8 @@ def credentials_in(folder: str = "", server_name: str | None = None) -> Credenti
     files = TlsSection(ca=f"{folder}{CA}", cert=f"{folder}{CERT}", key=f"{folder}{KEY}")
     if server_name is not None:
         files = msgspec.structs.replace(files, server_name=server_name)
-    return Credentials(files, f"{folder}{MEMBER_KEY}", f"{folder}{OPERATOR_KEY}")
+    keys = [f"{folder}{name}" for name in (MEMBER_KEY, OPERATOR_KEY, METRICS_KEY)]
+    return Credentials(files, *keys)
 
 
 class HostPlace(msgspec.Struct, frozen=True, kw_only=True):
