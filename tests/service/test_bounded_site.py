@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import socket
 import ssl
+import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,11 +17,12 @@ from aiohttp import web
 
 from prfaas.security.certificates import CertificateSet, make_certificates
 from prfaas.security.tls import client_context, server_context
-from prfaas.service.bounded_site import FIRST_REQUEST_S, BoundedSite, Connections
+from prfaas.service.bounded_site import FIRST_REQUEST_S, GONE_S, BoundedSite, Connections
 from prfaas.service.connections import Bounds, ConnectionTable, Reason
 from tests.waiting import HANG_S, PATIENCE_S
 
 SOON_S = 0.2
+SO_ATTACH_FILTER = 26  # of Linux; `socket` has no name for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,7 @@ class Service:
     address: tuple[str, int]
     connections: Connections
     release: asyncio.Event  # for requests of /held
+    cancelled: asyncio.Event  # a request of /held was
 
     @property
     def table(self) -> ConnectionTable:
@@ -54,9 +58,12 @@ class Service:
 
 @asynccontextmanager
 async def service(
-    total: int, first_request_s: float = FIRST_REQUEST_S, tls: ssl.SSLContext | None = None
+    total: int,
+    first_request_s: float = FIRST_REQUEST_S,
+    tls: ssl.SSLContext | None = None,
+    gone_s: float = GONE_S,
 ) -> AsyncIterator[Service]:
-    release = asyncio.Event()
+    release, cancelled = asyncio.Event(), asyncio.Event()
 
     async def hello(request: web.Request) -> web.Response:
         return web.Response(text="hello")
@@ -65,14 +72,22 @@ async def service(
         response = web.StreamResponse()
         await response.prepare(request)
         await response.write(b"begun")
-        await release.wait()
+        try:
+            if "endless" in request.query:
+                while True:
+                    await response.write(bytes(1 << 16))
+            await release.wait()
+        except (asyncio.CancelledError, ConnectionError):
+            cancelled.set()
+            raise
         await response.write(b" done")
         return response
 
     app = web.Application()
     app.router.add_get("/", hello)
     app.router.add_get("/held", held)
-    connections = Connections("test", ConnectionTable(Bounds(total)), first_request_s)
+    table = ConnectionTable(Bounds(total))
+    connections = Connections("test", table, first_request_s=first_request_s, gone_s=gone_s)
     connections.watch(app)
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     async with asyncio.timeout(HANG_S):
@@ -81,7 +96,7 @@ async def service(
         address = listening.getsockname()
         try:
             await BoundedSite(runner, listening, connections, ssl_context=tls).start()
-            yield Service(address, connections, release)
+            yield Service(address, connections, release, cancelled)
         finally:
             release.set()
             await runner.cleanup()
@@ -148,6 +163,29 @@ async def test_a_connection_with_a_request_stays() -> None:
         async with http.get(url) as again:
             assert again.status == 200 and len(one.table) == 1
         silent.close()
+
+
+def vanish(sock: socket.socket) -> None:
+    """As a host without power: from now on the kernel drops what arrives on the connection before
+    TCP sees it, so that nothing is acknowledged, and nothing says so."""
+    drop_all = struct.pack("HBBI", 0x06, 0, 0, 0)  # BPF: return 0
+    buffer = ctypes.create_string_buffer(drop_all)
+    program = struct.pack("HL", 1, ctypes.addressof(buffer))
+    sock.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
+
+
+@pytest.mark.parametrize("query", ["", "?endless=1"], ids=["silent", "sending"])
+async def test_a_request_ends_when_its_client_has_vanished(query: str) -> None:
+    """Also while nothing is sent to it, as during a long prefill."""
+    async with service(8, gone_s=2.0) as one:
+        loop = asyncio.get_running_loop()
+        (sock,) = await one.open(1)
+        await loop.sock_sendall(sock, f"GET /held{query} HTTP/1.1\r\nHost: a\r\n\r\n".encode())
+        assert await loop.sock_recv(sock, 1)
+        vanish(sock)
+        await one.cancelled.wait()
+        await one.until(lambda: not len(one.table))
+        sock.close()
 
 
 @pytest.fixture(scope="module")

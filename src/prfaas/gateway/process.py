@@ -44,7 +44,7 @@ from prfaas.planner.problem import Problem
 from prfaas.security.own_host import OwnHost
 from prfaas.security.reload import reloading
 from prfaas.security.tls import TlsIdentity
-from prfaas.service.bounded_site import BoundedSite, Connections
+from prfaas.service.bounded_site import GONE_S, BoundedSite, Connections
 from prfaas.service.connections import (
     ConnectionTable,
     Proxies,
@@ -183,7 +183,9 @@ async def serving(
         )
         most = most_of_gateway(section.max_in_flight)
         connections = Connections(
-            "gateway", ConnectionTable(bounds_of_process(most), Proxies(section.proxies))
+            "gateway",
+            ConnectionTable(bounds_of_process(most), Proxies(section.proxies)),
+            gone_s=max(GONE_S, 1.5 * section.timeouts.stall_s),
         )
         connections.watch(app)
         metrics.include(connections.metrics)

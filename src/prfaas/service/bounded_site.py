@@ -25,6 +25,9 @@ from prfaas.service.probes import PROBE_PATHS
 
 _LOG = logging.getLogger(__name__)
 
+# After which a peer that acknowledges nothing counts as gone. Longer than a gateway lets its nodes
+# wait for a client that has stopped reading (`stall_s`): to TCP the two look alike.
+GONE_S: Final = 180.0
 FIRST_REQUEST_S: Final = 20.0  # from the accept to the last header, with the handshake
 _AT_ONCE: Final = 16  # connections that are accepted before other work of the loop
 _NO_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -37,10 +40,16 @@ class Connections:
     `BoundedSite`."""
 
     def __init__(
-        self, service: str, table: ConnectionTable, first_request_s: float = FIRST_REQUEST_S
+        self,
+        service: str,
+        table: ConnectionTable,
+        *,
+        first_request_s: float = FIRST_REQUEST_S,
+        gone_s: float = GONE_S,
     ) -> None:
         self.table = table
         self.first_request_s = first_request_s
+        self.gone_s = gone_s
         self._service = service
         self._quiet_until_s = 0.0
 
@@ -153,6 +162,18 @@ class _Followed(asyncio.Protocol):
                 self._sock.shutdown(socket.SHUT_RDWR)
 
 
+def notice_death(sock: socket.socket, within_s: float) -> None:
+    """A host that loses its power or its network says nothing. The kernel gives up after a quarter
+    of an hour for data that is not acknowledged, and two hours for a silent connection; until then
+    its request would go on."""
+    quiet_s = max(1, round(within_s / 3))
+    with suppress(OSError):  # the peer has gone already
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, quiet_s)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, quiet_s // 3))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(within_s * 1000))
+
+
 class BoundedSite(web.BaseSite):
     """As `aiohttp.web.SockSite`, within the bounds of `connections`."""
 
@@ -240,6 +261,7 @@ class BoundedSite(web.BaseSite):
         assert server is not None
         loop, within_s = asyncio.get_running_loop(), self._connections.first_request_s
         sock.setblocking(False)
+        notice_death(sock, self._connections.gone_s)
         followed = _Followed(connection, sock, server, self._ended)
         self._followed[connection] = followed
         followed.shaking = loop.create_task(followed.shake_hands(self._context, within_s))
