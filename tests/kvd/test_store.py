@@ -1,14 +1,20 @@
 from __future__ import annotations
 
+import errno
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from prfaas.cache.lease import Lease
+from prfaas.config.address import parse_address
 from prfaas.contracts.kvd_api import shapes_of
 from prfaas.errors import InputError
+from prfaas.kvd import store
 from prfaas.kvd.engine_socket.messages import Register
 from prfaas.kvd.events import EventLog
+from prfaas.kvd.process import KvdOptions, run_kvd
 from prfaas.kvd.store import Store, StoreOptions
 from prfaas.kvspec import KVSpec
 from prfaas.types import NodeId
@@ -54,3 +60,45 @@ async def test_other_heads_are_refused_and_change_nothing(first: int, second: in
         made.register(Register("b", shapes_of(_with_heads(second)), BLOCK, COMPAT))
     assert made.first is not None and made.first.spec == _with_heads(first)
     made.close()
+
+
+def _registered() -> Store:
+    made = Store(NodeId("pool"), StoreOptions(memory_bytes=MEMORY_BYTES), EventLog("instance"))
+    made.register(Register("engine", shapes_of(SPEC), BLOCK, COMPAT))
+    return made
+
+
+async def test_a_strict_kernel_gives_all_pages_of_the_arena_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A page that it could not give later would be a SIGBUS of the process that touches it."""
+    monkeypatch.setattr(store, "commits_strictly", lambda: True)
+    made = _registered()
+    assert made.first is not None
+    status = os.fstat(made.first.fd)
+    assert status.st_blocks * 512 >= status.st_size > 0
+    made.close()
+
+
+async def test_an_arena_without_memory_names_its_size_and_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(store, "commits_strictly", lambda: True)
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(InputError, match=r"an arena of \d+ bytes .*No space.*give less memory"):
+        _registered()
+
+
+async def test_a_kvd_with_more_memory_than_there_is_does_not_start(tmp_path: Path) -> None:
+    options = KvdOptions(
+        socket=tmp_path / "s",
+        listen=parse_address("127.0.0.1:0", "listen", any_port=True),
+        http=parse_address("127.0.0.1:0", "http", any_port=True),
+        store=StoreOptions(memory_bytes=1 << 60),
+    )
+    with pytest.raises(InputError, match=f"{1 << 60} bytes .* may have .*give less memory"):
+        async with run_kvd(options):
+            pass

@@ -29,7 +29,7 @@ from prfaas.kvd.events import EventLog
 from prfaas.kvd.heartbeat import send_heartbeats
 from prfaas.kvd.http_api import HttpApi
 from prfaas.kvd.report import Reporter
-from prfaas.kvd.store import Store, StoreOptions
+from prfaas.kvd.store import Store, StoreOptions, check_memory
 from prfaas.kvd.transfers.incoming import IncomingTransfers
 from prfaas.kvd.transfers.links import Links
 from prfaas.kvd.transfers.outgoing import OutgoingTransfers
@@ -123,6 +123,7 @@ async def run_kvd(
     async with AsyncExitStack() as stack:
         tls, timeouts = options.tls, options.timeouts
         _refuse_exposure(options)
+        check_memory(options.store.memory_bytes)
         workers = WorkerPool(
             default_workers() if options.workers is None else options.workers,
             credentials=tls.contents if tls else None,

@@ -40,6 +40,7 @@ from prfaas.kvd.engine_socket.messages import Register
 from prfaas.kvd.events import EventLog
 from prfaas.kvd.ssd_worker import SsdWorker
 from prfaas.kvspec import KVSpec
+from prfaas.service.memory import commits_strictly, memory_limit
 from prfaas.types import BlockHash, Compat, Form, NodeId
 
 _DEFAULTS = KvdSection()
@@ -50,6 +51,8 @@ SSD_WAIT_S = 3.0
 ANSWERS_AT_ONCE = 4
 ANSWER_TOKENS = 2_048
 ANSWER_PARTS = 32
+
+_LESS_MEMORY = "give less memory, or raise the limit of the container or of the host"
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,11 +373,28 @@ def _in_proportion(new_tokens: int, cached_tokens: int) -> float:
     return float(new_tokens)
 
 
+def check_memory(nbytes: int) -> None:
+    """InputError where this process could never fill an arena of this size: it would be killed when
+    the pool is nearly full, which may be weeks later."""
+    limit = memory_limit()
+    if limit is not None and nbytes > limit:
+        raise InputError(
+            f"an arena of {nbytes} bytes cannot be made: this process may have {limit} bytes",
+            where="--memory",
+            fix=_LESS_MEMORY,
+        )
+
+
 def _memory(nbytes: int) -> int:
-    """Sealed: a process that maps the memory cannot shrink it while another process uses it."""
+    """Sealed: a process that maps the memory cannot shrink it while another process uses it. Its
+    pages come when they are used, which a full /dev/shm does not prevent: the file lies in none.
+    Where the kernel commits strictly it may have no page then, and the process would get SIGBUS, so
+    that all pages are taken now."""
     fd = os.memfd_create("prfaas-kvd", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, nbytes)
+        if commits_strictly():
+            os.posix_fallocate(fd, 0, nbytes)
     except OSError as error:
         os.close(fd)
         raise _no_memory(nbytes, error) from None
@@ -393,7 +413,7 @@ def _no_memory(nbytes: int, error: OSError) -> InputError:
     return InputError(
         f"an arena of {nbytes} bytes cannot be made: {error.strerror}",
         where="--memory",
-        fix="give less memory",
+        fix=_LESS_MEMORY,
     )
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import re
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -346,6 +347,43 @@ async def test_a_slow_client_slows_down_reading_from_the_engine(
         writer.close()
         # The gateway reads little more than the kernel's buffers of both ends hold.
         assert 0 < endless.nbytes < 32_000_000
+
+
+async def test_a_client_that_reads_a_byte_at_a_time_gives_its_slot_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The buffers between it and the engine are bounded, and another client does not wait."""
+    endless, released, whole = _Endless(), asyncio.Event(), OneNode.answer
+
+    @asynccontextmanager
+    async def answer(
+        node: OneNode, request: GatewayRequest, trace: RequestTrace
+    ) -> AsyncIterator[Upstream]:
+        if not request.stream:
+            async with whole(node, request, trace) as upstream:
+                yield upstream
+            return
+        try:
+            yield endless
+        finally:
+            released.set()
+
+    monkeypatch.setattr(OneNode, "answer", answer)
+    async with api_server(timeouts={"stall_s": 1.0}) as server:
+        loop = asyncio.get_running_loop()
+        with socket.socket() as slow:
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+            slow.setblocking(False)
+            await loop.sock_connect(slow, server.address)
+            body = msgspec.json.encode({**GOOD, "stream": True})
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}"
+            await loop.sock_sendall(slow, head.encode() + b"\r\n\r\n" + body)
+            while not released.is_set():
+                await loop.sock_recv(slow, 1)
+                assert (await server.post("/v1/completions", GOOD))[0] == 200
+        assert 0 < endless.nbytes < 32_000_000
+        while not requests_with("stalled", (await server.get("/metrics"))[1].decode()):
+            pass
 
 
 async def test_a_client_that_disconnects_during_a_stream_is_not_an_error(
