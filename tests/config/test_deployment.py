@@ -47,6 +47,14 @@ def test_set_changes_one_key() -> None:
         load_deployment(CASE_STUDY, ["gateway.timeouts.queue=5"])
 
 
+def test_proxies_are_addresses_and_networks() -> None:
+    changed = load_deployment(CASE_STUDY, ['gateway.proxies=["10.0.0.7", "2001:db8::/32"]'])
+    assert changed.gateway.proxies == ["10.0.0.7", "2001:db8::/32"]
+    for wrong in ("proxy.example.net", "10.0.0.7/16"):
+        with pytest.raises(InputError, match=f"gateway.proxies.0: '{wrong}' is not an address"):
+            load_deployment(CASE_STUDY, [f'gateway.proxies=["{wrong}"]'])
+
+
 def test_tenants_have_sections() -> None:
     keys = 'gateway.keys=[{ key = "k", tenant = "acme" }]'
     changed = load_deployment(

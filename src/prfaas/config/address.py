@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
 from prfaas.errors import InputError
 
+Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 _LONGEST_URL = 300  # characters; a host name has at most 253
 _LONGEST_HOST = 253
 _HOST = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*\.?", re.ASCII)
@@ -25,6 +26,18 @@ class Address(NamedTuple):
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_network(text: str, where: str) -> Network:
+    """Parses an address, or a network such as 10.0.0.0/16."""
+    try:
+        return ipaddress.ip_network(text)
+    except ValueError:
+        raise InputError(
+            f"{text!r} is not an address or a network",
+            where=where,
+            fix="write an entry like 10.0.0.7 or 10.0.0.0/16, without bits beyond the network's",
+        ) from None
 
 
 def parse_address(text: str, where: str, *, any_port: bool = False) -> Address:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from prfaas.config.address import parse_address, parse_peer_url
+from prfaas.config.address import parse_address, parse_network, parse_peer_url
 from prfaas.config.assignments import assign
 from prfaas.config.deployment import (
     Component,
@@ -42,6 +42,8 @@ def parse_deployment(raw: dict[str, Any], file: str | Path) -> Deployment:
         _check_workloads(deployment)
         _check_keys(deployment.gateway)
         _check_tenants(deployment.gateway)
+        for index, entry in enumerate(deployment.gateway.proxies):
+            parse_network(entry, f"gateway.proxies.{index}")
     except InputError as error:
         raise error.in_file(file) from None
     return deployment

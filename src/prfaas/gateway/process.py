@@ -15,6 +15,7 @@ from aiohttp import web
 
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.config import Deployment
+from prfaas.config.address import parse_network
 from prfaas.gateway.api.app import GatewayApi, ServedModel
 from prfaas.gateway.api.body_limits import BodyReader
 from prfaas.gateway.api.credentials import GatewayCredentials
@@ -182,9 +183,10 @@ async def serving(
             console, FollowingPaths(history, backend, deployment.model.name, clock)
         )
         most = most_of_gateway(section.max_in_flight)
+        proxies = Proxies([parse_network(one, "gateway.proxies") for one in section.proxies])
         connections = Connections(
             "gateway",
-            ConnectionTable(bounds_of_process(most), Proxies(section.proxies)),
+            ConnectionTable(bounds_of_process(most), proxies),
             gone_s=max(GONE_S, 1.5 * section.timeouts.stall_s),
         )
         connections.watch(app)

@@ -24,8 +24,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from prfaas.errors import InputError
-
 MOST = 8_192  # connections of one service, however many descriptors it may have
 # Descriptors for the process itself: logs, workers, event loop, files, calls to other processes.
 RESERVED = 64
@@ -70,20 +68,10 @@ def bounds_of_process(most: int = MOST) -> Bounds:
 
 
 class Proxies:
-    """Hosts whose connections have many clients: the bounds of one address do not count for them.
-    Raises InputError."""
+    """Hosts whose connections are those of many clients: they have no bounds of one address."""
 
-    def __init__(self, listed: Sequence[str] = ()) -> None:
-        self._networks: list[_Network] = []
-        for entry in listed:
-            try:
-                self._networks.append(ipaddress.ip_network(entry))
-            except ValueError:
-                raise InputError(
-                    f"{entry!r} is not an address or a network",
-                    where="gateway.proxies",
-                    fix="write entries like 10.0.0.7 or 10.0.0.0/16",
-                ) from None
+    def __init__(self, networks: Sequence[_Network] = ()) -> None:
+        self._networks = networks
 
     def __contains__(self, host: str) -> bool:
         address = _parsed(host)
