@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -178,6 +180,28 @@ def test_a_model_without_a_template_does_not_chat(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no chat template"):
         words.encode_chat(Chat(CONVERSATION))
     assert words.encode("né") == [110, 195, 169]
+
+
+def test_encoding_leaves_the_interpreter_to_other_threads() -> None:
+    """Otherwise one long text stops a gateway's event loop."""
+    tokenizer, text = ModelTokenizer(build_tokenizer(), {}), "once upon a time " * 10_000
+    ended: list[int] = []
+
+    def goes_on_meanwhile() -> bool:
+        ended.clear()
+        thread = threading.Thread(target=lambda: ended.append(len(tokenizer.encode(text))))
+        thread.start()  # returns when this thread gets the interpreter
+        meanwhile = not ended
+        thread.join()
+        assert ended == [len(text)]
+        return meanwhile
+
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)  # the interpreter is only given away, not taken
+    try:
+        assert any(goes_on_meanwhile() for _ in range(20))
+    finally:
+        sys.setswitchinterval(interval_s)
 
 
 def test_a_character_belongs_to_the_token_that_completes_it() -> None:

@@ -57,7 +57,12 @@ class ModelTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """`add_special_tokens`: add the tokens that the tokenizer puts around a text."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # The library's `encode` keeps the GIL until its end: a quarter of a second for 250 KB.
+        # Without the places of the tokens, which are not needed, this takes half of that time.
+        (encoding,) = self._tokenizer.encode_batch_fast(
+            [text], add_special_tokens=add_special_tokens
+        )
+        ids: list[int] = encoding.ids
         return ids
 
     def encode_chat(self, chat: Chat) -> list[int]:
