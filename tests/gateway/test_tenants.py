@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,26 +29,10 @@ LONG_TOKENS = 4_096
 async def test_a_flood_of_one_tenant_is_overtaken_by_another(
     unassigned: Hosts, tmp_path: Path
 ) -> None:
-    write_secret(tmp_path / "operator.key", f"{OPERATOR}\n")
-    raw = msgspec.to_builtins(unassigned.deployment())
-    raw["gateway"] = {
-        "port": 0,
-        "operator_key_file": "operator.key",
-        "keys": [{"key": "key-a", "tenant": "a"}, {"key": "key-b", "tenant": "b"}],
-        "tenants": {"b": {"weight": 2.0}},
-        "timeouts": {"queue_s": HANG_S},
-    }
-    gateway = Process("gateway", str(written(raw, tmp_path / "deployment.toml")), "--advise")
-    try:
-        url = gateway.ready(GatewayReady).http
-        connections = aiohttp.TCPConnector(limit=0)
-        async with asyncio.timeout(HANG_S), aiohttp.ClientSession(connector=connections) as http:
-            await until_in_use(http, url)
-            served = await flood_and_others(http, url)
-            tenants = (await state(http, url))["tenants"]
-            page = await metrics(http, url)
-    finally:
-        gateway.stop()
+    async with two_tenants(unassigned, tmp_path) as (http, url):
+        served = await flood_and_others(http, url)
+        tenants = (await state(http, url))["tenants"]
+        page = await metrics(http, url)
     last = max(place for place, tenant in enumerate(served) if tenant == "b")
     # Much of the flood still waited when the last request of the other tenant was served.
     assert served[last:].count("a") > FLOOD / 4
@@ -58,6 +44,61 @@ async def test_a_flood_of_one_tenant_is_overtaken_by_another(
     for tenant, count in ("a", FLOOD), ("b", OTHERS):
         labels = f'outcome="completed",tenant="{tenant}"'
         assert f"prfaas_gateway_tenant_requests_total{{{labels}}} {count}.0" in page
+
+
+@pytest.mark.slow
+async def test_many_choices_of_one_tenant_leave_slots_to_another(
+    unassigned: Hosts, tmp_path: Path
+) -> None:
+    """Each request of the flood has three times as many choices as a decode node has slots, and is
+    at a node of its own."""
+
+    def asked(tenant: str, seed: int, **fields: Any) -> dict[str, Any]:
+        body = {"model": MODEL, "prompt": prompt(100, seed), "temperature": 1.0, **fields}
+        return {"json": body, "headers": {"Authorization": f"Bearer key-{tenant}"}}
+
+    many = {"n": 64, "max_tokens": 100_000, "stream": True}
+    async with two_tenants(unassigned, tmp_path) as (http, url):
+        path = f"{url}/v1/completions"
+        async with (
+            http.post(path, **asked("a", 1, **many)) as first,
+            http.post(path, **asked("a", 2, **many)) as second,
+        ):
+            assert (first.status, second.status) == (200, 200)
+            async with http.post(path, **asked("b", 3, max_tokens=20)) as answer:
+                found = await answer.json()
+            assert (answer.status, found["usage"]["completion_tokens"]) == (200, 20)
+            for flood in first, second:
+                seen = flood.content.read_nowait()
+                assert seen and b"[DONE]" not in seen, "it is still answered"
+            tenants = (await state(http, url))["tenants"]
+            assert (tenants["a"]["in_flight"], tenants["b"]["in_flight"]) == (128, 0)
+    await asyncio.to_thread(unassigned.wait_until_idle)
+
+
+@asynccontextmanager
+async def two_tenants(
+    hosts: Hosts, folder: Path
+) -> AsyncIterator[tuple[aiohttp.ClientSession, str]]:
+    """A gateway process, whose nodes are all in use, and its URL."""
+    write_secret(folder / "operator.key", f"{OPERATOR}\n")
+    raw = msgspec.to_builtins(hosts.deployment())
+    raw["gateway"] = {
+        "port": 0,
+        "operator_key_file": "operator.key",
+        "keys": [{"key": "key-a", "tenant": "a"}, {"key": "key-b", "tenant": "b"}],
+        "tenants": {"b": {"weight": 2.0}},
+        "timeouts": {"queue_s": HANG_S},
+    }
+    gateway = Process("gateway", str(written(raw, folder / "deployment.toml")), "--advise")
+    try:
+        url = gateway.ready(GatewayReady).http
+        connections = aiohttp.TCPConnector(limit=0)
+        async with asyncio.timeout(HANG_S), aiohttp.ClientSession(connector=connections) as http:
+            await until_in_use(http, url)
+            yield http, url
+    finally:
+        gateway.stop()
 
 
 async def flood_and_others(http: aiohttp.ClientSession, url: str) -> list[str]:

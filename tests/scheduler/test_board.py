@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prfaas.contracts.slot_shares import kept_free
 from prfaas.scheduler.board import Board, NodeReport
 from prfaas.scheduler.request import CacheCopy, Route
 from prfaas.scheduler.view import LinkView, NodeView, exclude_nodes
@@ -208,6 +209,21 @@ def test_work_of_other_routers_does_not_keep_a_node() -> None:
     subject = board()
     subject.record_report(LOCAL[2], NodeReport(1.0, 0.0, 3))
     assert subject.node(LOCAL[2]).active == 3 and subject.leave(LOCAL[2])
+
+
+def test_sequences_of_other_routers_that_wait_for_a_slot_hold_none() -> None:
+    subject, node = board(), LOCAL[2]
+    slots = subject.node(node).slots
+    subject.record_report(node, NodeReport(1.0, 0.0, 64, slots - 1))
+    assert subject.node(node).active == 64
+    assert subject.decoding(node) == ({}, slots - 1)
+    # Of the sequences in the batch, as many are own ones as own ones may hold slots.
+    job = subject.record_dispatch(way(LOCAL[0]), 0.0, 2.0, sequences=64, tenant="a")
+    subject.record_handoff(job, 3.0)
+    subject.record_report(node, NodeReport(4.0, 0.0, 128, slots))
+    assert subject.decoding(node) == ({"a": 64}, kept_free(slots))
+    subject.record_report(node, NodeReport(5.0, 0.0, 65))
+    assert subject.decoding(node).others == 1, "where the batch is not known, all of them"
 
 
 def test_a_view_with_excluded_nodes_is_the_same_otherwise() -> None:

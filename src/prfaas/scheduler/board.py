@@ -17,6 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from prfaas.contracts.slot_shares import held_slots
 from prfaas.scheduler.costs import Costs
 from prfaas.scheduler.homes.board_homes import BoardHomes
 from prfaas.scheduler.lookup.prefixes import CachedPrefix, CachedPrefixes, group_prefixes
@@ -35,6 +36,7 @@ class NodeReport(NamedTuple):
     at_s: float
     others_s: float  # seconds of prefill work there that this router has not dispatched
     decoding: int  # sequences in its decode batch or waiting for a slot
+    running: int | None = None  # of these, in the batch; None: it is not known
 
 
 class OwnSequences(NamedTuple):
@@ -45,11 +47,10 @@ class OwnSequences(NamedTuple):
 
 
 class Decoding(NamedTuple):
-    """Sequences at a node whose KV is in place and that have not ended. Not all of them need have a
-    slot."""
+    """Sequences at a node whose KV is in place and that have not ended."""
 
-    own: Mapping[str, int]  # of this router's requests, by tenant
-    others: int  # of other routers
+    own: Mapping[str, int]  # of this router's requests, by tenant, whether they have a slot or not
+    others: int  # of other routers, that have a slot
 
 
 class OwnPrefills(NamedTuple):
@@ -92,6 +93,7 @@ class _BoardNode:
         "jobs",
         "jobs_s",
         "other_decodes",
+        "other_running",
         "others_until_s",
         "own_decodes",
         "since_s",
@@ -114,6 +116,7 @@ class _BoardNode:
         self.own_decodes = 0
         self.decodes_of: dict[str, int] = {}
         self.other_decodes = 0  # sequences that the node decodes for other routers
+        self.other_running = 0  # of these, those that have a slot
 
     def put(self, view: NodeView) -> None:
         self.view = view
@@ -260,7 +263,7 @@ class Board:
     def decoding(self, name: NodeId) -> Decoding:
         """As it is now: the next record changes it."""
         node = self._nodes[name]
-        return Decoding(node.decodes_of, node.other_decodes)
+        return Decoding(node.decodes_of, node.other_running)
 
     def __contains__(self, name: NodeId) -> bool:
         return name in self._nodes
@@ -393,7 +396,10 @@ class Board:
         free_at = node.free_at_s(report.at_s)
         if free_at is None:  # it stays idle since when it was
             free_at = min(view.free_at_s, report.at_s)
-        others = max(0, report.decoding - node.own_decodes)
+        others = node.other_running = max(0, report.decoding - node.own_decodes)
+        if report.running is not None:
+            own = held_slots(node.decodes_of.values(), view.slots)
+            node.other_running = min(others, max(0, report.running - own))
         if others != node.other_decodes or abs(free_at - view.free_at_s) > _SAME_S:
             active = view.active + others - node.other_decodes
             node.other_decodes = others

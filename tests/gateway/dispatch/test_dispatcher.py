@@ -205,6 +205,18 @@ async def test_what_the_node_refuses_is_the_clients_to_mend(emulated: Hosts) -> 
     await asyncio.to_thread(emulated.wait_until_idle)
 
 
+async def test_each_choice_of_an_answer_takes_a_slot_on_the_board(emulated: Hosts) -> None:
+    async with serving(emulated.deployment()) as backend:
+        asked, trace = gateway_request(prompt(LONG, 6), 20_000, n=3, tenant="a"), RequestTrace(0.0)
+        asked.fields.update(n=3, temperature=1.0)  # type: ignore[attr-defined]
+        async with backend.answer(asked, trace):
+            board = backend.fleet.board
+            assert board.node(NodeId(trace.decode)).active == 3
+            assert board.decoding(NodeId(trace.decode)).own == {"a": 3}
+        await until(lambda: is_clean(backend))
+    await asyncio.to_thread(emulated.wait_until_idle)
+
+
 async def test_a_prefix_is_copied_to_where_it_is_used(emulated: Hosts) -> None:
     """The first turn was prefilled far away and its state is at a decode node; the second is short
     enough for home, where the prefill node lacks it."""

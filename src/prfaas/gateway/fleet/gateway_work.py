@@ -38,6 +38,7 @@ class GatewayWork:
         self._others_at: Callable[[NodeId], OthersWork] = lambda _: NO_WORK
         self._unknown_s: dict[NodeId, float] = {}  # work of which no gateway tells, as last polled
         self._polled: dict[NodeId, int] = {}  # others' requests that decode there, as last polled
+        self._running: dict[NodeId, int] = {}  # all sequences in its batch, as last polled
 
     def share_with(self, others_at: Callable[[NodeId], OthersWork]) -> None:
         """Other gateways send requests to the same nodes. `others_at` returns what they have at a
@@ -51,6 +52,7 @@ class GatewayWork:
         del self._mean_s[node]
         self._unknown_s.pop(node, None)
         self._polled.pop(node, None)
+        self._running.pop(node, None)
 
     def record_dispatch(self, route: Route) -> None:
         mean_s = self._mean_s[route.prefill]
@@ -82,6 +84,7 @@ class GatewayWork:
         # At most so many prefills of this gateway were at the node while it was polled.
         own = max(own, self.prefills_at(node))
         self._polled[node] = max(0, requests - own - decoding)
+        self._running[node] = load.running
         if role == "decode":
             # Other gateways' requests whose KV is still to arrive: the node does not know them yet.
             self._unknown_s[node] = 0.0
@@ -90,7 +93,7 @@ class GatewayWork:
             unknown = max(0, requests - own - decoding - others.prefills)
             self._unknown_s[node] = unknown * self._mean_s[node]
         others_s = others.work_s + self._unknown_s[node]
-        self._board.record_report(node, NodeReport(asked_s, others_s, decoding))
+        self._board.record_report(node, NodeReport(asked_s, others_s, decoding, load.running))
 
     def record_others(self) -> None:
         """The other gateways have reported what they have at the nodes."""
@@ -101,7 +104,8 @@ class GatewayWork:
             if self._board.node(node).role == "decode":
                 decoding += max(self._polled.get(node, 0), others.decodes)
             others_s = others.work_s + self._unknown_s.get(node, 0.0)
-            self._board.record_report(node, NodeReport(now, others_s, decoding))
+            running = self._running.get(node)
+            self._board.record_report(node, NodeReport(now, others_s, decoding, running))
 
     def own_loads(self) -> dict[NodeId, OthersWork]:
         """What this gateway has at each node, as it tells the other gateways."""
