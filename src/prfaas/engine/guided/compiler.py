@@ -26,8 +26,8 @@ import numpy.typing as npt
 from prfaas.engine.guided import frames
 from prfaas.engine.guided.description import MAX_CHARACTERS, GrammarDescription
 from prfaas.engine.guided.frames import Begin, Compile, Compiled, End, Mask, Setup, Step
-from prfaas.engine.guided.host_process import HostProcess
-from prfaas.engine.guided.limits import MEMORY_BYTES, compile_cpu_s
+from prfaas.engine.guided.host_process import HostCopy, HostProcess
+from prfaas.engine.guided.limits import MEMORY_BYTES, STEP_CPU_S, compile_cpu_s
 from prfaas.errors import EngineError, InputError
 from prfaas.types import NotNow
 
@@ -48,8 +48,11 @@ _MASK = msgspec.msgpack.Decoder(Mask)
 class GrammarConnection:
     """To the process of one grammar, which ends with the last reference to this object."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, copy: HostCopy) -> None:
+        connection = copy.connection
+        self._host = copy.host
         self._socket = connection
+        self._was_late = False
         self._lock = threading.Lock()
         self._due: dict[int, int] = {}  # masks that have not arrived, by matcher
         self._masks: dict[int, Mask] = {}  # the latest one of each
@@ -87,6 +90,11 @@ class GrammarConnection:
         poll.register(self._socket, select.POLLRDHUP)
         return not poll.poll(0)
 
+    @property
+    def has_exceeded_limits(self) -> bool:
+        """Its process has ended, and not with the host or for a late answer."""
+        return not self.is_alive and not self._was_late and self._host.poll() is None
+
     def begin(self) -> int:
         with self._lock:
             self._matchers += 1
@@ -123,6 +131,9 @@ class GrammarConnection:
     def _receive(self) -> None:
         try:
             mask = frames.receive(self._socket, _MASK)
+        except TimeoutError:
+            self._was_late = True
+            mask = None
         except (OSError, msgspec.MsgspecError):
             mask = None
         if mask is None:
@@ -196,6 +207,11 @@ class CompiledGrammar:
         """Its process has not ended."""
         return self._connection.is_alive
 
+    @property
+    def has_exceeded_limits(self) -> bool:
+        """Its process has ended because of a step."""
+        return self._connection.has_exceeded_limits
+
     def matcher(self, stop_token_ids: frozenset[int] = frozenset()) -> GrammarMatcher:
         return GrammarMatcher(self._connection, self._ends, stop_token_ids)
 
@@ -245,6 +261,9 @@ class GrammarCompiler:
                 return None
             if not found.is_alive:
                 del self._cache[description.key]
+                if found.has_exceeded_limits:
+                    self._refuse(description)
+                    raise _too_complex(description)
                 return None
             self._cache.move_to_end(description.key)
             return found.of_field(description.field)
@@ -288,7 +307,7 @@ class GrammarCompiler:
             copy = self._host.copy()
         except InputError as error:
             raise InputError(error.problem, where=description.field, fix=error.fix) from None
-        connection = GrammarConnection(copy.connection)
+        connection = GrammarConnection(copy)
         with self._lock:
             self._living.add(connection)
         problem = None
@@ -303,13 +322,17 @@ class GrammarCompiler:
                     raise EngineError("the process that compiles grammars ends again and again")
                 return None
             with self._lock:
-                self._refused[_digest(description)] = None
-                if len(self._refused) > MAX_REFUSED:
-                    self._refused.popitem(last=False)
+                self._refuse(description)
             raise _too_complex(description)
         if problem:
             raise InputError(problem, where=description.field)
         return connection
+
+    def _refuse(self, description: GrammarDescription) -> None:
+        """From now on, without another process."""
+        self._refused[_digest(description)] = None
+        if len(self._refused) > MAX_REFUSED:
+            self._refused.popitem(last=False)
 
     def _make_room(self) -> bool:
         """False when grammars in use take all processes, or all memory."""
@@ -340,8 +363,8 @@ def _digest(description: GrammarDescription) -> bytes:
 
 def _too_complex(description: GrammarDescription) -> InputError:
     return InputError(
-        f"it is too complex: compiling it takes more than {compile_cpu_s(len(description.text))} s "
-        f"of a processor, or {MEMORY_BYTES >> 20} MiB",
+        f"it is too complex: it takes more than {compile_cpu_s(len(description.text))} s of a "
+        f"processor to compile, {STEP_CPU_S} s for a step, or {MEMORY_BYTES >> 20} MiB",
         where=description.field,
         fix="use fewer or shorter rules",
     )
