@@ -113,7 +113,11 @@ def test_match_pins_nothing(host: Host) -> None:
     asked = MatchPrefix(tuple(names(PROMPT)))
     assert json.loads(host.post("/v1/match", asked)[1])["tokens"] == 0
     keep(host, PROMPT)
-    assert json.loads(host.post("/v1/match", asked)[1]) == {"tokens": 40, "attention_tokens": 40}
+    assert json.loads(host.post("/v1/match", asked)[1]) == {
+        "tokens": 40,
+        "attention_tokens": 40,
+        "tenant": "",
+    }
     assert host.in_use() == (0, 0)
 
 

@@ -14,6 +14,7 @@ from prfaas.gateway.backend import GatewayBackend
 from prfaas.gateway.request import GatewayRequest, RequestTrace
 from prfaas.text import Chat, load_tokenizer
 from prfaas.tracing.spans import LOST
+from prfaas.types import NodeId
 from tests.gateway.backends import (
     THRESHOLD,
     answered,
