@@ -52,11 +52,16 @@ _REQUEST: msgspec.msgpack.Decoder[frames.Request] = msgspec.msgpack.Decoder(fram
 
 
 def main() -> None:
-    control = socket.socket(fileno=int(sys.argv[1]))
     # A terminal and systemd send these to all processes; the node drains first.
     for stop in (signal.SIGINT, signal.SIGTERM):
         signal.signal(stop, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets copies that have ended
+    with socket.socket(fileno=int(sys.argv[1])) as control:
+        _serve_node(control)
+
+
+def _serve_node(control: socket.socket) -> None:
+    """Makes a copy of this process for every connection that the node sends, until the node ends."""
     setup = frames.receive(control, _SETUP)
     if setup is None:
         return
