@@ -22,7 +22,9 @@ from prfaas.errors import RequestError
 from prfaas.gateway.tenants import RETRY_S, Tenants
 from prfaas.scheduler.waiting import FairClock
 
-LONG_S = 0.1  # a longer job delays another tenant's short prompt noticeably
+# Of a processor. A longer job delays another tenant's prompt noticeably; it tokenises tens of
+# thousands of tokens. One worker alone does ten of these a second.
+LONG_S = 0.1
 REMEMBERED_S = 600.0  # after its latest long job a tenant counts as one that has them
 MOST_REMEMBERED = 1024  # tenants
 WAIT_S = 30.0
@@ -40,9 +42,8 @@ class _Running(NamedTuple):
 class TurnOrder(Generic[T]):
     """The items that wait for a worker, and the workers, which are numbers here."""
 
-    def __init__(self, workers: int, tenants: Tenants, long_s: float = LONG_S) -> None:
+    def __init__(self, workers: int, tenants: Tenants) -> None:
         self._workers = workers
-        self._long_s = long_s
         self._tenants = tenants
         self._clock = FairClock()  # of seconds of workers, divided by the weights
         self._waiting: dict[str, deque[T]] = {}  # by tenant: equals take turns
@@ -109,7 +110,7 @@ class TurnOrder(Generic[T]):
         self._idle.append(worker)
         used_s = now_s - began_s
         self._clock.charge(tenant, used_s / self._tenants.weight(tenant), waits=True)
-        if (used_s if cpu_s is None else cpu_s) > self._long_s:
+        if (used_s if cpu_s is None else cpu_s) > LONG_S:
             self._long_until_s.pop(tenant, None)
             self._long_until_s[tenant] = now_s + REMEMBERED_S
             if len(self._long_until_s) > MOST_REMEMBERED:
@@ -141,7 +142,7 @@ class TurnOrder(Generic[T]):
     def _is_long(self, tenant: str, now_s: float) -> bool:
         """Whether the tenant has had long jobs lately, or has one now."""
         return self._long_until_s.get(tenant, now_s) > now_s or any(
-            now_s - job.began_s > self._long_s for job in self._of(tenant)
+            now_s - job.began_s > LONG_S for job in self._of(tenant)
         )
 
     def _of(self, tenant: str) -> list[_Running]:
@@ -157,16 +158,14 @@ class Turns(Generic[W]):
         tenants: Tenants,
         clock: Clock,
         *,
-        long_s: float = LONG_S,
         queued_per_tenant: int = QUEUED_PER_TENANT,
         wait_s: float = WAIT_S,
     ) -> None:
-        """`long_s`: a job that takes more of a processor is a long one."""
         self._workers = workers
         self._clock = clock
         self._queued_per_tenant = queued_per_tenant
         self._wait_s = wait_s
-        self._order = TurnOrder[asyncio.Future[int]](len(workers), tenants, long_s)
+        self._order = TurnOrder[asyncio.Future[int]](len(workers), tenants)
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property

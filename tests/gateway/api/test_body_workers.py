@@ -22,11 +22,11 @@ import pytest
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.engine.checkpoint.tokenizer import save_tokenizer
 from prfaas.errors import InputError, RequestError
+from prfaas.gateway import turns
 from prfaas.gateway.api.body_limits import RequestBody
 from prfaas.gateway.api.content_encoding import Encoding
 from prfaas.gateway.api.request_preparation import PreparedRequest, RequestPreparer
 from prfaas.gateway.api.request_schema import Kind
-from prfaas.gateway.body_workers import pool as body_pool
 from prfaas.gateway.body_workers.messages import WorkerSettings
 from prfaas.gateway.body_workers.pool import BodyWorkers, memory_bound
 from prfaas.gateway.client.request_body import encode_body
@@ -263,7 +263,7 @@ async def test_bombs_of_three_tenants_leave_a_worker_for_a_fourth(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A compressed body of a few bytes may take a worker for seconds."""
-    monkeypatch.setattr(body_pool, "LONG_S", 0.0)  # here these take milliseconds
+    monkeypatch.setattr(turns, "LONG_S", 0.0)  # here these take milliseconds
     clock, bomb = FakeClock(), gzip.compress(b'{"prompt": "' + b" " * 2 * BODY_BYTES)
     async with pool(settings(), tenants=["x", "y", "z", "fourth"], clock=clock) as workers:
 

@@ -32,8 +32,6 @@ from prfaas.gateway.turns import WAIT_S, Turns
 
 _LOG = logging.getLogger(__name__)
 WORKERS = 2
-# A hundred thousand tokens of text take less: tenants that send such prompts use every worker.
-LONG_S = 0.5
 JOB_S = 20.0  # tokenising a million tokens of text takes a few seconds
 _BASE_MEMORY_BYTES = 512 << 20  # of Python and a tokenizer
 _MEMORY_PER_BYTE = 16  # of the longest body: a character may take 4 bytes, in several copies
@@ -60,7 +58,7 @@ class BodyWorkers:
         self._settings = settings
         self._count_loss = count_loss
         self.processes = [WorkerProcess(settings) for _ in range(workers)]
-        self._turns = Turns(self.processes, tenants, clock, long_s=LONG_S, wait_s=wait_s)
+        self._turns = Turns(self.processes, tenants, clock, wait_s=wait_s)
 
     @property
     def waiting(self) -> int:
