@@ -15,12 +15,13 @@ import pytest
 
 from prfaas.contracts.openai import TENANT_HEADER
 from prfaas.engine.checkpoint.tokenizer import EOS, token_id
+from prfaas.engine.guided import compiler
 from prfaas.engine.guided.host_process import MODULE
 from tests.engine.emulated.builders import emulated
 from tests.engine.guided.test_compiler import ENDLESS
 from tests.node.local_api import BYTES, LocalApi, local_api, pieces
 from tests.node.test_sampling_fields import node_server
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 SCHEMA = {
     "type": "object",
@@ -216,8 +217,11 @@ async def test_an_engine_without_logits_refuses_grammars_by_name() -> None:
             assert (status, answer["error"]["param"]) == (400, param)
 
 
-async def test_an_endless_grammar_is_refused_and_delays_no_other_request() -> None:
+async def test_an_endless_grammar_is_refused_and_delays_no_other_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Nothing of it remains: no thread, no process."""
+    monkeypatch.setattr(compiler, "COMPILE_S", HANG_S)
 
     def threads() -> set[str]:
         # Threads of pools start when they are first needed, and stay with nothing to do.

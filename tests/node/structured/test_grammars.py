@@ -103,7 +103,10 @@ async def test_the_time_of_compiling_is_bounded(monkeypatch: pytest.MonkeyPatch)
         assert caught.value.where == endless.field
 
 
-async def test_a_choice_beside_an_endless_grammar_is_compiled() -> None:
+async def test_a_choice_beside_an_endless_grammar_is_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compiler, "COMPILE_S", HANG_S)
     async with grammars_of() as grammars:
         await grammars.start()
         endless = [
