@@ -18,7 +18,6 @@ from prfaas.service.connections import (
     ConnectionTable,
     Proxies,
     Reason,
-    Stage,
     bounds_of_process,
     origin,
 )
@@ -176,7 +175,7 @@ def test_no_sequence_of_events_breaks_the_bounds(events: list[tuple[str, int]]) 
                 table.begin(one)
             elif event == "r":
                 table.remove(one)
-            elif one.stage is Stage.BUSY:
+            elif one.busy:
                 table.end(one, known=event == "k")
         table.check()
     assert len(table) == sum(one.counted for one in made)

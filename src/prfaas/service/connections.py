@@ -5,13 +5,16 @@ A descriptor is a resource of the whole process. Whoever opens connections and s
 not take the last one, so a connection is worth what it has shown:
 
     new        accepted; no request has arrived yet, perhaps not even a TLS handshake
-    stranger   idle; no request with an accepted key has arrived yet
-    known      idle; a request with a key was answered
-    busy       a request is under way. It is never closed for another connection
+    stranger   no request with an accepted key was answered yet
+    known      a request with a key was answered
+
+A connection with a request under way is never closed for another one.
 
 For a connection above a bound the oldest new one is closed, then the oldest stranger, then the
-oldest known one; a client repeats a request that meets the end of an idle connection. Where all
-are busy, the connection that has just arrived is closed.
+oldest known one; a client repeats a request that meets the end of an idle connection. Where
+requests are under way on all, the connection that has just arrived is closed. The oldest is the one
+that was accepted first, or on which a request was under way when the last one was chosen: queues
+change for a connection's first requests only, so that the others cost next to nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import resource
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TypeAlias
 
 MOST = 8_192  # connections of one service, however many descriptors it may have
@@ -74,12 +78,15 @@ class Proxies:
         self._networks = networks
 
     def __contains__(self, host: str) -> bool:
+        if not self._networks:
+            return False
         address = _parsed(host)
         return address is not None and any(
             address in network for network in self._networks if network.version == address.version
         )
 
 
+@lru_cache(1024)
 def origin(host: str) -> str:
     """What counts as one address: an IPv4 address, or the network of an IPv6 address."""
     address = _parsed(host)
@@ -101,10 +108,10 @@ class Stage(enum.Enum):
     NEW = "new"
     STRANGER = "stranger"
     KNOWN = "known"
-    BUSY = "busy"
 
 
 _CLOSED_FIRST = (Stage.NEW, Stage.STRANGER, Stage.KNOWN)
+_MOST_LOOKS = 64  # at busy connections, for one idle one
 
 
 class Reason(enum.Enum):
@@ -121,7 +128,7 @@ class Connection:
     origin: str
     trusted: bool  # a proxy's, which is never closed for another one
     stage: Stage = Stage.NEW
-    known: bool = False
+    busy: bool = False  # a request is under way
     counted: bool = True  # it is in the table
 
 
@@ -131,7 +138,7 @@ class _Scope:
 
     count: int = 0
     warned: bool = False
-    # Each queue begins with the oldest. Busy connections, and those of proxies, are in none.
+    # Each queue begins with the oldest. Connections of proxies are in none.
     queues: dict[Stage, OrderedDict[Connection, None]] = field(
         default_factory=lambda: {stage: OrderedDict() for stage in _CLOSED_FIRST}
     )
@@ -144,7 +151,14 @@ class _Scope:
             stages = (Stage.NEW,)
         else:
             return None
-        return next((found for stage in stages for found in self.queues[stage]), None)
+        for stage in stages:
+            queue = self.queues[stage]
+            for _ in range(min(len(queue), _MOST_LOOKS)):
+                oldest = next(iter(queue))
+                if not oldest.busy:
+                    return oldest
+                queue.move_to_end(oldest)
+        return None
 
     def warn(self, most: int) -> bool:
         """Whether this is the moment for a warning: once, until there are clearly fewer again."""
@@ -200,12 +214,15 @@ class ConnectionTable:
 
     def begin(self, connection: Connection) -> None:
         """A request has arrived on the connection."""
-        self._move(connection, Stage.BUSY)
+        connection.busy = True
+        if connection.stage is Stage.NEW:
+            self._move(connection, Stage.STRANGER)
 
     def end(self, connection: Connection, *, known: bool) -> None:
         """The request has ended. `known`: it had a key, and was answered without an error."""
-        connection.known |= known
-        self._move(connection, Stage.KNOWN if connection.known else Stage.STRANGER)
+        connection.busy = False
+        if known and connection.stage is Stage.STRANGER:
+            self._move(connection, Stage.KNOWN)
 
     def close_slow(self, connection: Connection) -> bool:
         """The time for the first request is over. Whether the connection has to be closed."""
@@ -239,9 +256,11 @@ class ConnectionTable:
         """Asserts the invariants of the table."""
         assert self._all.count <= self.bounds.total
         assert all(0 < a.count <= self.bounds.per_address for a in self._addresses.values())
-        queued = [len(queue) for queue in self._all.queues.values()]
-        assert sum(queued) <= self._all.count
-        assert queued[0] <= self.bounds.new
+        for scope in (self._all, *self._addresses.values()):
+            queued = [(stage, c) for stage, queue in scope.queues.items() for c in queue]
+            assert len(queued) <= scope.count
+            assert all(c.counted and c.stage is stage for stage, c in queued)
+        assert len(self._all.queues[Stage.NEW]) <= self.bounds.new
 
     def _scopes(self, connection: Connection) -> list[_Scope]:
         own = [] if connection.trusted else [self._addresses[connection.origin]]
@@ -256,11 +275,11 @@ class ConnectionTable:
             self._enqueue(scope, connection)
 
     def _enqueue(self, scope: _Scope, connection: Connection) -> None:
-        if connection.stage is not Stage.BUSY and not connection.trusted:
+        if not connection.trusted:
             scope.queues[connection.stage][connection] = None
 
     def _dequeue(self, scope: _Scope, connection: Connection) -> None:
-        if connection.stage is not Stage.BUSY and not connection.trusted:
+        if not connection.trusted:
             del scope.queues[connection.stage][connection]
 
     def _warning(self, made: Connection) -> str:
