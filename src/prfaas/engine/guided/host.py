@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def _serve_node(control: socket.socket) -> None:
-    """Makes a copy of this process for every connection that the node sends, until the node ends."""
+    """Makes a copy of this process for every connection that the node sends, until it ends."""
     setup = frames.receive(control, _SETUP)
     if setup is None:
         return
