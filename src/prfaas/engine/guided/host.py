@@ -21,6 +21,7 @@ import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
@@ -56,12 +57,13 @@ def main() -> None:
     for stop in (signal.SIGINT, signal.SIGTERM):
         signal.signal(stop, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets copies that have ended
-    with socket.socket(fileno=int(sys.argv[1])) as control:
-        _serve_node(control)
+    with socket.socket(fileno=int(sys.argv[1])) as control, suppress(ConnectionError):
+        _host(control)
 
 
-def _serve_node(control: socket.socket) -> None:
-    """Makes a copy of this process for every connection that the node sends, until it ends."""
+def _host(control: socket.socket) -> None:
+    """Makes a copy of this process for every connection that the node sends. Returns, or raises
+    ConnectionError, when the node has ended."""
     setup = frames.receive(control, _SETUP)
     if setup is None:
         return
