@@ -18,6 +18,7 @@ whatever the share: the gateways bound how many requests of a tenant run.
 from __future__ import annotations
 
 import heapq
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -51,8 +52,10 @@ class TenantShares:
         self._filed: dict[str, int] = {}
 
     def owner(self, tag: str) -> str:
-        """The tenant to which blocks that come under this tag belong."""
-        return tag if tag in self._pages or len(self._pages) < MAX_TENANTS else COMMON
+        """The tenant to which blocks that come under this tag belong. All blocks have the same
+        string: each message has one of its own."""
+        known = tag in self._pages or len(self._pages) < MAX_TENANTS
+        return sys.intern(tag) if known else COMMON
 
     # Pages ----------------------------------------------------------------------------------------
 
