@@ -17,7 +17,8 @@
 # make test-long   the tests that need hours: make fuzz, make test-grid, make soak
 # make test-grid   the tests marked grid: further models, lengths, seeds and pairs of engines
 # make fuzz        mutated frames through the wire format, and mutated messages to kvds, in process
-#                  and over sockets (FRAMES=1000000 MESSAGES=1000000 SOCKET_MESSAGES=20000)
+#                  and over sockets (FRAMES=1000000 MESSAGES=1000000 SOCKET_MESSAGES=20000),
+#                  and conversions with mutated numbers (CONVERSIONS=30000)
 # make soak        traffic with a fault every 10 s (MINUTES=30, SOAK='--no-faults --hostile')
 # make check       lint, types and tests
 # make lint        ruff, without changing files        make types   mypy --strict
@@ -280,9 +281,10 @@ bench-quick: setup
 FRAMES ?= 1000000
 MESSAGES ?= $(FRAMES)
 SOCKET_MESSAGES ?= 20000
+CONVERSIONS ?= 30000
 fuzz: setup
 	$(BIN)/python -m tests.transport.fuzz $(FRAMES)
-	$(BIN)/python -m tests.kvd.fuzz $(MESSAGES) $(SOCKET_MESSAGES)
+	$(BIN)/python -m tests.kvd.fuzz $(MESSAGES) $(SOCKET_MESSAGES) $(CONVERSIONS)
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) $(BROWSER_VENV) $(ENVOY_VENV) $(HARNESSES:%=.venv-%) $(CLIENT) out

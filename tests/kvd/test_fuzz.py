@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.kvd.fuzz.conversions import fuzz_conversions
 from tests.kvd.fuzz.data_port import fuzz_data_port
 from tests.kvd.fuzz.in_process import fuzz_in_process
 from tests.kvd.fuzz.sockets import fuzz_sockets
@@ -15,6 +16,16 @@ def test_mutated_messages_in_process_leave_nothing() -> None:
     assert outcome.messages >= 3_000
     for reached in ("LeaseTicket", "Done", "Refused", "TransferEnded", "HTTP 200", "HTTP 400"):
         assert outcome.answers[reached] > 20, outcome
+
+
+def test_conversions_that_mutated_numbers_steer_stay_within_their_memory() -> None:
+    done = fuzz_conversions(600, seed=3)
+    assert done.cases == 600
+    for reached in (
+        *("ticket refused", "read refused", "read jointly", "read mapped", "write", "write mapped"),
+        *("form refused", "save", "save refused", "load", "load refused", "blocks as rows"),
+    ):
+        assert done.outcomes[reached] > 5, done
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])

@@ -93,3 +93,16 @@ def test_ranges_outside_the_unit_are_refused(memory: int) -> None:
 def test_a_file_that_is_too_short_is_refused(memory: int) -> None:
     with pytest.raises(InputError, match="set the file.s size"):
         Arena(memory, page_bytes=16, pages=9)
+
+
+@pytest.mark.parametrize(("page_bytes", "pages"), [(0, 8), (16, 0), (-16, -8), (-16, 8)])
+def test_an_arena_without_bytes_is_not_mapped(memory: int, page_bytes: int, pages: int) -> None:
+    with pytest.raises(InputError, match="cannot have"):
+        Arena(memory, page_bytes, pages)
+
+
+@pytest.mark.parametrize("page", [-1, 8, 1 << 62])
+def test_a_page_that_the_arena_lacks_is_refused_and_not_another_one(memory: int, page: int) -> None:
+    arena = Arena(memory, page_bytes=16, pages=8)
+    with pytest.raises(InputError, match="no page"):
+        arena.views((0, page))

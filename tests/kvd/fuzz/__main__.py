@@ -1,8 +1,9 @@
-"""python -m tests.kvd.fuzz [MESSAGES [SOCKET_MESSAGES [SEED [CASE]]]]
+"""python -m tests.kvd.fuzz [MESSAGES [SOCKET_MESSAGES [CONVERSIONS [SEED [CASE]]]]]
 
 MESSAGES in process, on all cores, in cases that a failure names. SOCKET_MESSAGES to processes: a
 third to a kvd, a third to a kvd with a worker, and a third, frames, to the data port of such a kvd.
-With CASE, MESSAGES go to the cases from that one on, on one core.
+CONVERSIONS: cases of an engine's memory and a kvd's pages, on one core. With CASE, MESSAGES go to
+the cases from that one on, on one core, and conversions begin with it.
 """
 
 from __future__ import annotations
@@ -12,13 +13,26 @@ import time
 from collections import Counter
 
 from prfaas.display.console import progress_bar
+from tests.kvd.fuzz.conversions import fuzz_conversions
 from tests.kvd.fuzz.cores import fuzz_on_all_cores
 from tests.kvd.fuzz.data_port import fuzz_data_port
 from tests.kvd.fuzz.in_process import fuzz_in_process
 from tests.kvd.fuzz.sockets import fuzz_sockets
 
 
-def main(messages: int, socket_messages: int, seed: int, case: int | None) -> None:
+def main(
+    messages: int, socket_messages: int, conversions: int, seed: int, case: int | None
+) -> None:
+    started_s = time.monotonic()
+    if conversions:
+        with progress_bar("conversions", conversions) as show:
+            converted = fuzz_conversions(conversions, seed, first_case=case or 0, show=show)
+        _say(
+            f"{converted.cases:,} conversions with mutated numbers",
+            converted.outcomes,
+            seed,
+            time.monotonic() - started_s,
+        )
     started_s = time.monotonic()
     if messages:
         with progress_bar("kvd messages in process", messages) as show:
@@ -69,5 +83,5 @@ def _say(line: str, answers: Counter[str], seed: int, took_s: float) -> None:
 
 if __name__ == "__main__":
     given = [int(text) for text in sys.argv[1:]]
-    defaults = (1_000_000, 20_000, time.time_ns() % 10**9, None)
+    defaults = (1_000_000, 20_000, 30_000, time.time_ns() % 10**9, None)
     main(*given, *defaults[len(given) :])

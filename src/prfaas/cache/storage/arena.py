@@ -51,6 +51,11 @@ class Arena:
     """`pages` pages mapped from `fd`. The caller keeps the descriptor; its file must cover them."""
 
     def __init__(self, fd: int, page_bytes: int, pages: int) -> None:
+        if page_bytes < 1 or pages < 1:  # a mapping of no bytes would be one of the whole file
+            raise InputError(
+                f"an arena cannot have {pages} pages of {page_bytes} bytes",
+                fix="give at least one page of one byte",
+            )
         needed = page_bytes * pages
         size = os.fstat(fd).st_size
         if size < needed:
@@ -77,7 +82,8 @@ class Arena:
         while offset < stop:
             position, within = divmod(offset, self.page_bytes)
             page = pages[position]
-            assert 0 <= page < self.pages, f"page {page} of {self.pages}"
+            if not 0 <= page < self.pages:  # a slice would be another page's bytes, or too short
+                raise InputError(f"the arena has {self.pages} pages, and no page {page}")
             count = min(self.page_bytes - within, stop - offset)
             first = page * self.page_bytes + within
             if first == end_byte:

@@ -82,13 +82,12 @@ def joint_ranges(
     and in each unit segment by segment. Neighbours are one pair."""
     if len({(s.group, s.start, s.stop) for s in segments}) != 1:
         raise InputError("the segments differ in more than the layer")
-    slices = list(block_slices(spec, segments[0], block_tokens))
-    starts = [next(iter(block_slices(spec, s, block_tokens))).offset for s in segments if slices]
+    starts = [next(block_slices(spec, s, block_tokens)).offset for s in segments]
     group = next(i for i, g in enumerate(spec.groups) if g.name == segments[0].group)
     linear = isinstance(spec.groups[group], LinearState)
     ranges: list[tuple[int, int]] = []
     runs: dict[int, list[tuple[int, int]]] = {}  # by the bytes of a slice
-    for piece in slices:
+    for piece in block_slices(spec, segments[0], block_tokens):
         pages = pages_of((group, segments[0].stop if linear else piece.block))
         if pages is None:
             raise InputError(f"segment {segments[0].name} is not part of this lease")

@@ -21,6 +21,12 @@ def blocks_of(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
     """One layer's cache as [block, byte], without copying. Layers share storage, so the stride
     between blocks may be longer than a block; an engine may also count in smaller kernel blocks.
     The axes of a block may be in any order, as long as its bytes follow each other."""
+    if num_blocks < 1 or not cache.numel():
+        raise InputError(
+            f"a cache of shape {tuple(cache.shape)} has no {num_blocks} blocks with bytes",
+            where="num_gpu_blocks",
+            fix="give the cache of a layer, and its number of blocks",
+        )
     rows, rest = divmod(cache.shape[0], num_blocks)
     row_bytes = cache[0].numel() * cache.element_size()
     stride_bytes = cache.stride(0) * cache.element_size()

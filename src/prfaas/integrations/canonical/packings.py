@@ -68,6 +68,8 @@ def token_views(
         cache = cache.unsqueeze(1)  # vLLM's layers see [block, token, content]
     if cache.dim() != 4:
         raise _misfit(cache, packing, "has not the four axes [block, head slot, token, content]")
+    if not cache.numel() or min(k_dim, v_dim) < 1:
+        raise _misfit(cache, packing, f"has no element, or dims of {k_dim} and {v_dim}")
     blocks, slots, tokens, content = cache.shape
     if packing == "content" or packing == "mla":
         if content != k_dim + v_dim:

@@ -134,6 +134,12 @@ def _pieces(conv: torch.Tensor | None, ssm: torch.Tensor, form: StateForm) -> li
             where="parts",
             fix="use a state, and a conv where the layer has a convolution",
         )
+    if any(len(part.shape) != 2 for part in form.parts):
+        raise InputError(
+            f"a linear layer has no parts of shapes {[part.shape for part in form.parts]}",
+            where="parts",
+            fix="use a state of (heads, elements), and a conv of (channels, columns)",
+        )
     state = form.parts[0]
     total, elements = state.shape
     if form.heads.step != 1 or not 0 <= form.heads.start < form.heads.stop <= total:
@@ -142,7 +148,12 @@ def _pieces(conv: torch.Tensor | None, ssm: torch.Tensor, form: StateForm) -> li
             where="heads",
             fix="give the heads that this rank holds, as a range without a step",
         )
-    if ssm.shape[1] != len(form.heads) or math.prod(ssm.shape[2:]) != elements:
+    if (
+        not ssm.numel()
+        or ssm.dim() < 3
+        or ssm.shape[1] != len(form.heads)
+        or math.prod(ssm.shape[2:]) != elements
+    ):
         raise InputError(
             f"a state of shape {tuple(ssm.shape[1:])} does not have {len(form.heads)} heads of "
             f"{elements} elements",
@@ -154,7 +165,7 @@ def _pieces(conv: torch.Tensor | None, ssm: torch.Tensor, form: StateForm) -> li
     place = range(form.heads.start * head_bytes, form.heads.stop * head_bytes)
     found = [_Piece(_oriented(ssm, form), cast, place, True)]
     if len(form.parts) == 2:
-        found += _conv_pieces(conv, form.parts[1], form, state.nbytes)
+        found += _conv_pieces(conv, form.parts[1], form, state.nbytes, ssm.shape[0])
     elif conv is not None or form.channels is not None:
         raise InputError(
             "a convolution's history has no place in the canonical form of this layer",
@@ -165,7 +176,7 @@ def _pieces(conv: torch.Tensor | None, ssm: torch.Tensor, form: StateForm) -> li
 
 
 def _conv_pieces(
-    conv: torch.Tensor | None, part: Part, form: StateForm, first_byte: int
+    conv: torch.Tensor | None, part: Part, form: StateForm, first_byte: int, blocks: int
 ) -> list[_Piece]:
     channels, columns = part.shape
     share = form.channels
@@ -175,16 +186,19 @@ def _conv_pieces(
             where="channels",
             fix="give the tensor of the history and the channels that this rank holds",
         )
-    rows = conv if form.conv_channels_first else conv.transpose(1, 2)
     held = sum(len(run) for run in share.held)
-    if rows.dim() != 3 or tuple(rows.shape[1:]) != (held, columns):
+    shape = tuple(conv.shape)
+    if shape != (blocks, *((held, columns) if form.conv_channels_first else (columns, held))):
         raise InputError(
-            f"a history of shape {tuple(conv.shape[1:])} does not have {held} channels of "
-            f"{columns} columns",
+            f"a history of shape {shape} does not have {held} channels of {columns} columns in "
+            f"each of {blocks} blocks",
             where="channels",
             fix="use no speculative decoding, which keeps more columns, or the native form",
         )
-    if any(run.step != 1 or not 0 <= run.start < run.stop <= channels for run in share.held):
+    rows = conv if form.conv_channels_first else conv.transpose(1, 2)
+    if len(share.held) != len(share.written) or any(
+        run.step != 1 or not 0 <= run.start < run.stop <= channels for run in share.held
+    ):
         raise InputError(
             f"{share.held} are not ranges of {channels} channels",
             where="channels",

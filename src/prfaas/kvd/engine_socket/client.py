@@ -29,6 +29,7 @@ from prfaas.errors import ConnectionLost, InputError, PrfaasError, TransferFaile
 from prfaas.kvd.engine_socket.leases import MappedArena, ReadLease, WriteLease
 from prfaas.kvd.engine_socket.messages import (
     MAX_FRAME_BYTES,
+    Abort,
     Answer,
     Attach,
     Begin,
@@ -45,6 +46,7 @@ from prfaas.kvd.engine_socket.messages import (
     Refused,
     Register,
     Registered,
+    Release,
     SegmentName,
     TransferEnded,
     decode_answer,
@@ -189,14 +191,14 @@ class KvdClient:
         possible: not committed yet, failed, already attached, or unknown. `attachments`: how often
         this client will attach it, this time included; the first call decides."""
         connection = self._connected()
-        return connection.read_lease(_ticket(connection.call(Attach(transfer_id, attachments))))
+        return connection.given(_ticket(connection.call(Attach(transfer_id, attachments))))
 
     def pin(self, hashes: Sequence[bytes]) -> ReadLease | NotNow:
         """Pins the longest cached prefix; `tokens` of the lease may be 0. An engine always computes
         the last token, so `hashes` must be those of the prompt without it."""
         connection = self._connected()
         answer = connection.call(Pin(tuple(hashes)))
-        return answer if isinstance(answer, NotNow) else connection.read_lease(_ticket(answer))
+        return answer if isinstance(answer, NotNow) else connection.given(_ticket(answer))
 
     def join_write(self, ticket: LeaseTicket) -> WriteLease:
         """Writes into the lease of another process, which commits or aborts it. Call `flush` before
@@ -295,20 +297,42 @@ class _Connection:
         self._socket = _connect(path)
         try:
             self.registered, fd = self._send_register(register)
+            try:
+                arena = _mapped(fd, self.registered)
+            finally:
+                os.close(fd)
+            self._arena = MappedArena(spec, register.block_tokens, arena)
         except BaseException:
             self._socket.close()
             raise
-        try:
-            arena = Arena(fd, self.registered.page_bytes, self.registered.pages)
-        finally:
-            os.close(fd)
-        self._arena = MappedArena(spec, register.block_tokens, arena)
         self._reader = threading.Thread(target=self._read, name="prfaas-kvd-client", daemon=True)
         self._reader.start()
 
     def begin(self, call: Begin) -> WriteLease | NotNow:
         answer, sent = self._ask(call)
-        return answer if isinstance(answer, NotNow) else self.write_lease(_ticket(answer), sent)
+        if isinstance(answer, NotNow):
+            return answer
+        ticket = _ticket(answer)
+        try:
+            return self.write_lease(ticket, sent)
+        except InputError as error:
+            self._return(Abort(ticket.lease_id, "the engine cannot use the ticket"))
+            raise _bad_ticket(error) from None
+
+    def given(self, ticket: LeaseTicket) -> ReadLease:
+        """The lease of a ticket that the kvd has made for this connection."""
+        try:
+            return self.read_lease(ticket)
+        except InputError as error:
+            self._return(Release(ticket.lease_id))
+            raise _bad_ticket(error) from None
+
+    def _return(self, call: Abort | Release) -> None:
+        """Ends a lease that this engine cannot use, so that the kvd does not hold its pages."""
+        try:
+            self.call(call)
+        except PrfaasError as error:
+            _LOG.warning("a lease was not returned to the kvd: %s", error)
 
     def call(self, call: Call) -> Answer:
         """The answer. A refusal is raised."""
@@ -391,7 +415,8 @@ class _Connection:
     def _send_register(self, register: Register) -> tuple[Registered, int]:
         """Registers. The arena's descriptor comes with the first byte of the answer."""
         self._socket.settimeout(ANSWER_S)
-        frames, descriptors = FrameReader(), []
+        frames = FrameReader()
+        descriptors: list[int] = []
         try:
             self._socket.sendall(frame(NumberedCall(1, register)))
             while True:
@@ -406,9 +431,12 @@ class _Connection:
                     if not isinstance(answer, Registered) or len(descriptors) != 1:
                         raise WireError("the kvd's answer does not belong to a registration")
                     self._limit_sends()
-                    return answer, descriptors[0]
+                    return answer, descriptors.pop()
         except OSError as error:
             raise ConnectionLost(f"the registration with the kvd failed: {error}") from None
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
 
     def _limit_sends(self) -> None:
         """From now on the reader waits for as long as it takes, and a send at most as long as a
@@ -471,6 +499,19 @@ def _connect(path: str) -> socket.socket:
         sock.close()
         raise ConnectionLost(f"no kvd at {path}: {error.strerror or error}") from None
     return sock
+
+
+def _mapped(fd: int, registered: Registered) -> Arena:
+    """WireError when the kvd's answer does not describe the memory that came with it. The thread
+    that reconnects goes on trying after it."""
+    try:
+        return Arena(fd, registered.page_bytes, registered.pages)
+    except (InputError, OSError, ValueError, OverflowError) as error:
+        raise WireError(f"the kvd's memory cannot be mapped: {error}") from None
+
+
+def _bad_ticket(error: InputError) -> WireError:
+    return WireError(f"the kvd's ticket cannot be used: {error}")
 
 
 def _frame(call: NumberedCall) -> bytes:

@@ -9,14 +9,15 @@ which then use the same pages.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
 from prfaas.cache.storage.arena import Arena
 from prfaas.cache.storage.places import PageTable, joint_ranges, segment_ranges
-from prfaas.errors import ConnectionLost
+from prfaas.errors import ConnectionLost, InputError
 from prfaas.kvd.engine_socket.messages import (
+    MAX_COUNT,
     Abort,
     Answer,
     Call,
@@ -25,10 +26,11 @@ from prfaas.kvd.engine_socket.messages import (
     ReadProblem,
     Release,
     SegmentName,
+    UnitPages,
     table_of,
 )
 from prfaas.kvd.engine_socket.unit_places import UnitPlaces
-from prfaas.kvspec import KVSpec, Segment, all_heads
+from prfaas.kvspec import KVSpec, Segment, all_heads, block_bytes
 from prfaas.kvspec.mapped import MappedRanges
 
 
@@ -52,6 +54,28 @@ class MappedArena:
         self.spec = spec
         self.block_tokens = block_tokens
         self.arena = arena
+        self._unit_pages = [
+            -(-block_bytes(group, block_tokens) // arena.page_bytes) for group in spec.groups
+        ]
+
+    def table(self, units: Iterable[UnitPages]) -> PageTable:
+        """The pages of a ticket. InputError unless each unit has its number of pages, and the arena
+        has them: copies use addresses, which nothing checks later."""
+        table = table_of(units)
+        sizes, pages = self._unit_pages, self.arena.pages
+        for (group, where), found in table.items():
+            if (
+                not (0 <= group < len(sizes) and 0 <= where <= MAX_COUNT)
+                or len(found) != sizes[group]
+                or min(found) < 0
+                or max(found) >= pages
+            ):
+                raise InputError(
+                    f"the ticket places unit {where} of group {group} on pages {found[:8]}, which "
+                    f"does not suit an arena of {pages} pages and the units of this model",
+                    fix="use one version of prfaas for the engine and its kvd",
+                )
+        return table
 
     def views(self, segment: Segment, table: PageTable) -> list[memoryview]:
         ranges = segment_ranges(self.spec, self.block_tokens, self.arena, segment, table.get)
@@ -81,7 +105,7 @@ class ReadLease:
         self.ticket = ticket
         self.tokens = ticket.tokens
         self._arena = arena
-        self._table = table_of(ticket.readable)
+        self._table = arena.table(ticket.readable)
         self._places = arena.places(self._table)
         self._kvd = kvd
         self._ended = False
@@ -143,8 +167,8 @@ class WriteLease:
         # and in a process that joined the lease: never done.
         self.sent = sent
         self._arena = arena
-        self._readable = table_of(ticket.readable)
-        self._writable = table_of(ticket.writable)
+        self._readable = arena.table(ticket.readable)
+        self._writable = arena.table(ticket.writable)
         self._readable_places = arena.places(self._readable)
         self._writable_places = arena.places(self._writable)
         self._kvd = kvd

@@ -9,7 +9,7 @@ asyncio.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Literal, TypeAlias
 
 import msgspec
@@ -24,7 +24,10 @@ from prfaas.types import Compat, Grant, NotNow, TenantTag, TransferId
 MAX_FRAME_BYTES = 256 << 20  # enough for a ticket of a million blocks; a larger frame is an error
 _LENGTH = struct.Struct("!I")
 ReadProblem: TypeAlias = Literal["", "other_prompt"]
-_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+MAX_COUNT = 1 << 40  # of tokens, and of what they are made of
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
+_Page: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
+_Size: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=1 << 48)]  # of an arena, or in its pages
 _HeadCount: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_HEADS)]
 _EngineId: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 _GroupNames: TypeAlias = Annotated[tuple[GroupName, ...], msgspec.Meta(min_length=1, max_length=16)]
@@ -58,9 +61,9 @@ class SegmentName(msgspec.Struct, frozen=True, array_like=True):
 class UnitPages(msgspec.Struct, frozen=True, array_like=True):
     """A unit (see `cache.units`) and the pages of the arena that contain it."""
 
-    group: int
-    where: int
-    pages: tuple[int, ...]
+    group: _GroupNumber
+    where: _Count
+    pages: Annotated[tuple[_Page, ...], msgspec.Meta(min_length=1)]
 
 
 # Calls -------------------------------------------------------------------------------------------
@@ -190,8 +193,8 @@ class Registered(msgspec.Struct, frozen=True, tag="registered"):
     node: str  # the pool's name in cache events
     http_url: str  # this kvd's address for gateways
     data_address: str
-    page_bytes: int
-    pages: int
+    page_bytes: _Size
+    pages: _Size
     instance: str = ""  # identifies the kvd's process: after a restart it is another one
     # The kvd knows `SegmentName.heads`. An earlier version would take a share for the whole.
     head_shares: bool = False
@@ -203,10 +206,10 @@ class LeaseTicket(msgspec.Struct, frozen=True, tag="ticket"):
     """Everything about a lease. The engine may pass it to its other processes."""
 
     lease_id: int
-    tokens: int
-    match_tokens: int  # the engine resumes here
-    skip_tokens: dict[str, int]
-    checkpoint_tokens: tuple[int, ...]
+    tokens: _Count
+    match_tokens: _Count  # the engine resumes here
+    skip_tokens: dict[str, _Count]
+    checkpoint_tokens: tuple[_Count, ...]
     readable: tuple[UnitPages, ...]
     writable: tuple[UnitPages, ...]
     sending: bool = False  # a `TransferEnded` follows
@@ -311,5 +314,5 @@ def units_of(table: PageTable) -> tuple[UnitPages, ...]:
     return tuple(UnitPages(group, where, tuple(pages)) for (group, where), pages in table.items())
 
 
-def table_of(units: tuple[UnitPages, ...]) -> Mapping[tuple[int, int], tuple[int, ...]]:
+def table_of(units: Iterable[UnitPages]) -> Mapping[tuple[int, int], tuple[int, ...]]:
     return {(unit.group, unit.where): unit.pages for unit in units}
