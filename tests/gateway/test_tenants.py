@@ -50,8 +50,9 @@ async def test_a_flood_of_one_tenant_is_overtaken_by_another(
 async def test_many_choices_of_one_tenant_leave_slots_to_another(
     unassigned: Hosts, tmp_path: Path
 ) -> None:
-    """Each request of the flood has three times as many choices as a decode node has slots, and is
-    at a node of its own."""
+    """Each request of the flood has three times as many choices as a decode node has slots in the
+    plan, and is at a node of its own. The gateway counts them all, and does not hold the other
+    tenant's request for their end."""
 
     def asked(tenant: str, seed: int, **fields: Any) -> dict[str, Any]:
         body = {"model": MODEL, "prompt": prompt(100, seed), "temperature": 1.0, **fields}
