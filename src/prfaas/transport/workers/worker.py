@@ -140,6 +140,7 @@ class Worker:
             for nbytes in order.sizes:
                 copy = os.memfd_create("prfaas-pem", os.MFD_CLOEXEC)
                 stack.callback(os.close, copy)
+                os.fchmod(copy, 0o600)  # private keys that others may read are refused
                 os.write(copy, os.pread(fd, nbytes, at))
                 paths.append(Path(f"/proc/self/fd/{copy}"))
                 at += nbytes
