@@ -81,3 +81,11 @@ async def test_a_turn_of_a_task_that_is_cancelled_goes_to_the_next(leaves_first:
         waiting.turns.leave("a")
     await settled()
     assert waiting.begun == ["a1", "c1"]
+
+
+async def test_a_turn_is_not_lost_to_a_task_that_was_cancelled() -> None:
+    waiting = Waiting(Turns(at_once=1, at_once_each=1, waiting=9, waiting_each=3))
+    _, second, _ = await waiting.join("a1", "a2", "a3")
+    second.cancel()
+    await waiting.leave("a")  # before the cancelled task has run
+    assert waiting.begun == ["a1", "a3"]

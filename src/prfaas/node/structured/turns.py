@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
+from collections.abc import Iterator
 
 
 class Turns:
@@ -48,14 +49,16 @@ class Turns:
         if not self._working[tenant]:
             del self._working[tenant]
         for name in list(self._waiting):
-            if self._is_free(name):
-                queue = self._waiting.pop(name)
-                turn = queue.popleft()
-                if not turn.done():  # cancelled
-                    self._working[name] += 1
-                    turn.set_result(None)
-                if queue:  # after all others
-                    self._waiting[name] = queue
+            if not self._is_free(name):
+                continue
+            queue = self._waiting.pop(name)
+            # Those that are done were cancelled, and their tasks have not run since.
+            turn = next((turn for turn in _popped(queue) if not turn.done()), None)
+            if turn is not None:
+                self._working[name] += 1
+                turn.set_result(None)
+            if queue:  # after all others
+                self._waiting[name] = queue
 
     def _is_free(self, tenant: str) -> bool:
         return self._working.total() < self._at_once and self._working[tenant] < self._at_once_each
@@ -66,3 +69,8 @@ class Turns:
             queue.remove(turn)
         if not queue:
             self._waiting.pop(tenant, None)
+
+
+def _popped(queue: deque[asyncio.Future[None]]) -> Iterator[asyncio.Future[None]]:
+    while queue:
+        yield queue.popleft()
