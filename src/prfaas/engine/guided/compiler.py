@@ -363,7 +363,7 @@ def _digest(description: GrammarDescription) -> bytes:
 
 def _too_complex(description: GrammarDescription) -> InputError:
     return InputError(
-        f"it is too complex: it takes more than {compile_cpu_s(len(description.text))} s of a "
+        f"it is too complex: it takes more than {compile_cpu_s(len(description.text)):.1f} s of a "
         f"processor to compile, {STEP_CPU_S} s for a step, or {MEMORY_BYTES >> 20} MiB",
         where=description.field,
         fix="use fewer or shorter rules",

@@ -117,14 +117,12 @@ class GrammarProcess:
         self._steps = 0
         self._base_bytes = _data_bytes()
         self._memory_bytes = 0
-        self._limit_s = 0
-        _, self._longest_s = resource.getrlimit(resource.RLIMIT_CPU)
 
     def run(self, asked: Compile) -> None:
         memory = self._base_bytes + limits.MEMORY_BYTES
         resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        self._allow(limits.compile_cpu_s(len(asked.text)))
+        _allow(limits.compile_cpu_s(len(asked.text)))
         try:
             start = LLMatcher(self._tokenizer, _source(asked), log_level=0, limits=LIBRARY_LIMITS)
             problem = start.get_error() or self._problem_of_first_steps(start)
@@ -138,17 +136,11 @@ class GrammarProcess:
             return
         spent_s = time.process_time()
         while (request := frames.receive(self._connection, _REQUEST)) is not None:
-            self._allow(int(time.process_time()) + limits.STEP_CPU_S + 1)
+            _allow(limits.STEP_CPU_S)
             self._answer(request, start)
             mean_s = limits.MEAN_STEP_CPU_S * self._steps
             if time.process_time() > spent_s + limits.SPARE_CPU_S + mean_s:
                 return
-
-    def _allow(self, cpu_s: int) -> None:
-        """The kernel ends this process when it has used more than `cpu_s` of a processor."""
-        if cpu_s != self._limit_s:
-            resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, self._longest_s))
-            self._limit_s = cpu_s
 
     def _problem_of_first_steps(self, start: LLMatcher) -> str:
         """Computes the masks of the first step, which matchers then have, and of a second one:
@@ -178,6 +170,11 @@ class GrammarProcess:
         problem = shown(matcher.get_error()) if matcher.is_error() else ""
         accepting = not problem and matcher.is_accepting()
         frames.send(self._connection, Mask(number, bits, accepting, self._memory_bytes, problem))
+
+
+def _allow(cpu_s: float) -> None:
+    """The kernel ends this process when it uses more of a processor from now on."""
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)  # nothing handles its signal, SIGPROF
 
 
 def _first_other(bits: bytes, left_out: frozenset[int]) -> int | None:

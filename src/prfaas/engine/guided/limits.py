@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-# Of a processor, to compile a grammar and take its first steps, and to take a later step. The
-# kernel counts whole seconds: a step may take one second more.
-COMPILE_CPU_S = 2
+# Of a processor, to compile a grammar and take its first steps.
+COMPILE_CPU_S = 2.0
 CHARACTERS_PER_CPU_S = 32 << 10  # a schema of 110 KB takes one second
-STEP_CPU_S = 1
-# All steps together may take this much more than so much for each: an ordinary one takes 0.1 ms.
-SPARE_CPU_S = 2.0
-MEAN_STEP_CPU_S = 0.02
+# Of a processor, for a later step. Answers of others wait for it where it takes longer than the
+# model's own step. An ordinary one takes 0.1 ms.
+STEP_CPU_S = 0.25
+# All steps together may take this much more than so much for each.
+SPARE_CPU_S = 0.5
+MEAN_STEP_CPU_S = 0.005
 # More than the process had before. A schema of 110 KB takes 20 MB.
 MEMORY_BYTES = 512 << 20
 
 
-def compile_cpu_s(characters: int) -> int:
+def compile_cpu_s(characters: int) -> float:
     """For a description of this length."""
-    return COMPILE_CPU_S + characters // CHARACTERS_PER_CPU_S
+    return COMPILE_CPU_S + characters / CHARACTERS_PER_CPU_S
