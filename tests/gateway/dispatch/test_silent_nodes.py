@@ -80,13 +80,15 @@ async def test_a_request_leaves_a_silent_prefill_node(emulated: Hosts, part: str
 
 @pytest.mark.parametrize("part", ["engine", "kvd"])
 async def test_a_request_leaves_a_silent_decode_node(emulated: Hosts, part: str) -> None:
-    far = emulated.far[0].node
+    # The whole host: of engines that are lost alone, a request may cost one.
+    far = emulated.far[0]
     ids = prompt(LONG, f"decode {part}")
-    signalled = [far]
+    signalled = [far.node, far.kvd]
     async with gateway(emulated) as backend:
         expected = await asyncio.to_thread(alone, emulated, ids)
         trace = RequestTrace(0.0)
-        far.popen.send_signal(signal.SIGSTOP)  # so that the decode node is known in time
+        for process in signalled:  # so that the decode node is known in time
+            process.popen.send_signal(signal.SIGSTOP)
         try:
             answering = asyncio.create_task(tokens(backend, ids, trace))
             await until(lambda: trace.granted_s is not None)
