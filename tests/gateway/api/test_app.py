@@ -376,10 +376,10 @@ async def test_a_client_that_reads_a_byte_at_a_time_gives_its_slot_back(
             slow.setblocking(False)
             await loop.sock_connect(slow, server.address)
             body = msgspec.json.encode({**GOOD, "stream": True})
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}"
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Length: {len(body)}"
             await loop.sock_sendall(slow, head.encode() + b"\r\n\r\n" + body)
             while not released.is_set():
-                await loop.sock_recv(slow, 1)
+                assert await loop.sock_recv(slow, 1)
                 assert (await server.post("/v1/completions", GOOD))[0] == 200
         assert 0 < endless.nbytes < 32_000_000
         while not requests_with("stalled", (await server.get("/metrics"))[1].decode()):
