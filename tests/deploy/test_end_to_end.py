@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -193,11 +193,17 @@ async def a_cut_link(observed: ObservedDeployment) -> None:
 
 
 async def full_memory(observed: ObservedDeployment) -> None:
-    give_back = await arenas_full(observed.served, "")
-    try:
-        await observed.expect("PrfaasGrantsRefused", "PrfaasKvMemoryNearlyFull")
-    finally:
-        await give_back()
+    """The memory is filled again and again: a node that becomes a decode node meanwhile is empty,
+    and then no hand-off is refused."""
+    async with AsyncExitStack() as given_back:
+
+        async def fill() -> None:
+            given_back.push_async_callback(await arenas_full(observed.served, ""))
+            await asyncio.sleep(SCRAPE_S)
+
+        await observed.expect(
+            "PrfaasGrantsRefused", "PrfaasKvMemoryNearlyFull", while_doing=fill
+        )
 
 
 async def processes_that_end_or_stop(observed: ObservedDeployment) -> None:

@@ -34,7 +34,7 @@ JUMP_S = 3600.0
 TOKENS = 8
 _BREAK = frozenset({Verdict.BROKEN})
 STREAMED_TOKENS = 60  # an answer of this length streams for seconds
-FILLER_TOKENS = 65_536  # of each grant that fills an arena
+FILLER_TOKENS = 65_536  # of the longest grants that fill an arena
 _RUNNING = re.compile(r"^vllm:num_requests_running{[^}]*} (\S+)$", re.MULTILINE)
 
 
@@ -217,17 +217,19 @@ async def arenas_full(deployment: FaultDeployment, name: str) -> Mend:
 
     async def fill_pool(decode: str, pool: dict[str, Any]) -> None:
         size = pool["block_tokens"]
-        while True:
-            ids = [len(taken)] * FILLER_TOKENS  # a prompt that no client sends
+        tokens = FILLER_TOKENS
+        while tokens >= size:
+            ids = [len(taken)] * tokens  # a prompt that no client sends
             asked = {
                 "hashes": block_hashes(ids, size, salt=f"filler {decode}"),
-                "handoff_tokens": FILLER_TOKENS,
+                "handoff_tokens": tokens,
                 "compat": pool["compat"],
             }
             answer = await deployment.post(f"{deployment.kvd_url(decode)}/v1/open", asked)
-            if answer["type"] != "grant":
-                return
-            taken.append((decode, answer["transfer_id"]))
+            if answer["type"] == "grant":
+                taken.append((decode, answer["transfer_id"]))
+            else:
+                tokens //= 2  # what is left may have room for a shorter one
 
     async def give_back() -> None:
         for decode, transfer in taken:
@@ -241,8 +243,8 @@ async def arenas_full(deployment: FaultDeployment, name: str) -> Mend:
     try:
         for decode in await deployment.with_role("decode"):
             await fill(decode)
-    except PeerError:
-        await give_back()  # one of the kvds does not respond
+    except (PeerError, asyncio.CancelledError):
+        await give_back()  # one of the kvds does not respond, or nobody waits any more
         raise
     return give_back
 
