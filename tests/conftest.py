@@ -48,6 +48,7 @@ TOGETHER = (
     (
         *("tests/vllm/test_events.py", "tests/vllm/test_faults.py", "tests/vllm/test_gateway.py"),
         *("tests/vllm/test_faults_long.py", "tests/vllm/test_handoff.py"),
+        "tests/vllm/test_hostile.py",
         *("tests/vllm/test_servers.py", "tests/vllm/test_unlike_engines.py"),
         *("tests/vllm/test_kept_answers.py", "tests/vllm/test_parameters.py"),
     ),

@@ -158,6 +158,10 @@ class ConnectionLost(PeerError):
     """A connection could not be made, broke, or was silent for too long."""
 
 
+class ResponseLate(ConnectionLost):
+    """The peer has the request, and was silent for too long: it is slow, or hangs."""
+
+
 class Unreachable(ConnectionLost):
     """No connection to the peer could be made: it refuses them, or its host does not answer."""
 

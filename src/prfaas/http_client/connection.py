@@ -15,7 +15,7 @@ from typing import cast
 
 import httptools
 
-from prfaas.errors import ConnectionLost
+from prfaas.errors import ConnectionLost, ResponseLate
 from prfaas.http_client.paced_writer import PacedWriter, RequestBody
 
 _HELD_BYTES = 1 << 20  # of a response that the caller has not read; then the peer has to wait
@@ -141,11 +141,11 @@ class Connection(PacedWriter):
         else:
             self.close("given up")
 
-    def close(self, reason: str) -> None:
-        """A caller that waits for bytes gets `ConnectionLost` with this reason."""
+    def close(self, reason: str, problem: type[ConnectionLost] = ConnectionLost) -> None:
+        """A caller that waits for bytes gets this problem with this reason."""
         self._stop_timer()
         if self._problem is None:
-            self._problem = ConnectionLost(f"{self._name}: {reason}")
+            self._problem = problem(f"{self._name}: {reason}")
             self._unsent.clear()
             self._transport.abort()
             self._closed(self)
@@ -188,7 +188,7 @@ class Connection(PacedWriter):
         elif not self._pending:
             self.close("idle")
         elif self._overdue:
-            self.close("no response in time")
+            self.close("no response in time", ResponseLate)
         elif now_s < due_s + PAUSED_S:
             self._overdue = True
             self._set_timer(now_s + _READ_FIRST_S)

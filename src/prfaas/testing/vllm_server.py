@@ -170,6 +170,7 @@ def start_vllm(
     command += ["--host", _HOST, "--port", str(port)]
     command += ["--enforce-eager", "--dtype", "float32", "--no-enable-log-requests"]
     command += ["--enable-prompt-tokens-details", "--kv-cache-memory-bytes", str(cache_bytes)]
+    command += ["--structured-outputs-config", json.dumps({"backend": "xgrammar"})]
     command += ["--kv-transfer-config", json.dumps(transfer), *flags]
     cores = sorted(os.sched_getaffinity(0))
     settings = {

@@ -149,8 +149,11 @@ async def test_a_check_that_is_not_answered_in_time_is_an_attempt() -> None:
         asked.engine.silence(COMPLETIONS)
         with pytest.raises(AttemptFailed) as failed:
             await asked.check(structured_outputs={"grammar": "start: T"})
-        assert not failed.value.unsent and failed.value.engine == B
+        assert not failed.value.unsent and failed.value.avoid == (B,)
         assert asked.times() == 1
+        # It answers everything else, so it goes on serving others.
+        assert failed.value.engine is None and failed.value.lost is None
+        assert asked.member.is_alive(0.0)
 
 
 async def test_an_engine_that_drains_costs_no_attempt() -> None:

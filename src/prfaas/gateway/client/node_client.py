@@ -144,13 +144,15 @@ class NodeClient:
             return error.code == DRAINING
         return False
 
-    async def check(self, path: str, body: RequestBody, headers: Mapping[str, str]) -> None:
+    async def check(
+        self, path: str, body: RequestBody, headers: Mapping[str, str], timeout_s: float
+    ) -> None:
         """Returns when the engine has accepted a short request, whose answer is of no use. Raises
         `PeerHttpError` when the engine refuses the request, or has no such path."""
         await self._http.request(
             "POST",
             f"{self.url}{path}",
-            timeout_s=self._timeouts.node_poll_timeout_s,
+            timeout_s=timeout_s,
             body=body,
             headers=headers,
             max_bytes=CHECKED_BYTES,

@@ -11,7 +11,8 @@ generate. Fields that an engine has accepted once are not asked about again, so 
 traffic waits for no check.
 
 A check may be what an engine does not survive, for example of a grammar. So it is a part of the
-attempt: an engine that is lost over it is a lost engine (`attempts`).
+attempt: an engine that is lost over it is a lost engine (`attempts`). One that does not answer the
+check in time, and answers everything else, is not lost: the attempt has failed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from prfaas.contracts.openai_fields import (
     known_fields,
     passed_to_vllm,
 )
-from prfaas.errors import PeerError, PeerHttpError, RequestError
+from prfaas.errors import PeerError, PeerHttpError, RequestError, ResponseLate
 from prfaas.gateway.client.node_client import Card, NodeClient
 from prfaas.gateway.client.request_body import JsonParts, encode_body
 from prfaas.gateway.dispatch.handoff import AttemptFailed, raise_client_error, record_lost_engine
@@ -56,6 +57,7 @@ _OF_THE_ANSWER = frozenset(
     {"max_tokens", "max_completion_tokens", "min_tokens", "stream", "stream_options"}
 )
 _SHOWN_CHARS = 100  # of a field's name
+TRIAL_S = 30.0  # a trial request waits in the engine's queue, and for the compilation of a grammar
 _NO_SUCH_PATH = (403, 404, 405, 501)
 MOST_REMEMBERED = 4_096  # combinations of an engine and fields
 
@@ -116,6 +118,9 @@ class FieldChecks:
             raise_client_error(error)
             if decode.node is None:
                 raise AttemptFailed(str(error), unsent=True) from None  # its kvd has left
+            if isinstance(error, ResponseLate):
+                why = f"whether the engine accepts the request's fields is not known: {error}"
+                raise AttemptFailed(why, decode.node) from None
             lost = record_lost_engine(self._fleet, decode.node, error)
             if lost.unsent or lost.broke:
                 # An engine that was not asked has cost no attempt, such as one that restarts. One
@@ -138,14 +143,16 @@ class FieldChecks:
         if self._accepted.get(without_path) is not card:
             body = _short_request(request) | {"model": card.model}
             try:
-                await node.check(f"{request.path}/render", encode_body(body), request.headers)
+                limit_s = self._fleet.timeouts.node_poll_timeout_s
+                path = f"{request.path}/render"
+                await node.check(path, encode_body(body), request.headers, limit_s)
                 return
             except PeerHttpError as error:
                 if error.status not in _NO_SUCH_PATH:
                     raise
             self._remember(without_path, card)
         body = _trial_request(request) | {"model": card.model}
-        await node.check(request.path, encode_body(body), request.headers)
+        await node.check(request.path, encode_body(body), request.headers, TRIAL_S)
 
     def _remember(self, digest: bytes, card: Card) -> None:
         self._accepted[digest] = card

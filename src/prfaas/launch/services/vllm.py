@@ -8,6 +8,9 @@ from prfaas.launch.services.hosts import EngineSpec
 from prfaas.launch.services.places import HostPlace
 
 _CERT_REQUIRED = "2"  # ssl.CERT_REQUIRED, as vLLM takes it
+# By default vLLM passes what this library does not support to others, and the first grammar decides
+# for all. One that no library finishes would then keep all later ones of the engine waiting.
+_GRAMMARS = {"backend": "xgrammar"}
 
 
 def vllm_options(engines: EngineSpec, place: HostPlace) -> list[str]:
@@ -25,7 +28,7 @@ def vllm_options(engines: EngineSpec, place: HostPlace) -> list[str]:
             assert file is not None, "TLS has all three files"
             words += [option, file]
         words += ["--ssl-cert-reqs", _CERT_REQUIRED]
-    words += ["--enable-prefix-caching"]
+    words += ["--enable-prefix-caching", "--structured-outputs-config", json.dumps(_GRAMMARS)]
     words += ["--kv-transfer-config", json.dumps(_connector(place))]
     words += ["--kv-events-config", json.dumps(_events(place))]
     return [*words, *place.engine_options]
