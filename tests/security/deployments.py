@@ -26,8 +26,9 @@ from prfaas.launch.commands import VLLM_READY
 from prfaas.launch.request_outcomes import RequestOutcome, RequestOutcomes
 from prfaas.security.shared_key import bearer
 from prfaas.security.tls import client_context, trust_context
+from prfaas.testing.vllm_server import START_S
 from tests.cli.runner import run
-from tests.waiting import HANG_S, PATIENCE_S, wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 ANSWER_S = 30.0  # for one response; only a process that hangs takes longer
@@ -148,7 +149,7 @@ def running(
                         command = [*prefix(host["host"]), "sh", "-c", line]
                         started.append((_start(stack, command, host["folder"], log), log))
             for process, log in started:
-                wait_until(partial(_is_ready, process, log), within_s=HANG_S)
+                wait_until(partial(_is_ready, process, log), within_s=START_S)
         yield RunningDeployment(summary, logs / "gateway-.log")
 
 

@@ -35,8 +35,9 @@ from tests.vllm.cases import ALIGNED, MAX_TOKENS, PROMPTS, UNCACHED, Case, bound
 from tests.waiting import PATIENCE_S, wait_until
 
 AT_ONCE = 8
-# What a client is promised while the decode server lives; the first request may meet the dead one.
-ANSWER_S, FIRST_S = 10.0, 13.0
+# While the decode server lives, every request is answered long before a gateway or a client gives
+# up on it. On calm cores the first one, which meets the dead server, takes a second.
+ANSWER_S = 40.0
 MESSAGES = [{"role": "user", "content": "Why is the sky blue? " * 30}]
 pytestmark = [
     pytest.mark.timeout(900),  # servers start and stop within it
@@ -138,7 +139,7 @@ async def test_a_lost_prefill_server_costs_speed_and_no_service(case: Case, poli
             await answer(backend, PATIENCE_S)
             relay.outage()
             relay.cut()
-            traces = [await answer(backend, FIRST_S)]
+            traces = [await answer(backend)]
             traces += [await answer(backend) for _ in range(3)]
             traces += await asyncio.gather(*(answer(backend) for _ in range(4)))
             assert not [trace for trace in traces if trace.offloaded]
