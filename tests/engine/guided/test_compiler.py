@@ -359,6 +359,26 @@ def test_all_processes_end_with_a_node_that_is_killed() -> None:
     wait_until(lambda: not any(map(is_running, processes)))
 
 
+def test_an_expensive_grammar_takes_what_others_leave() -> None:
+    with own_compiler() as compiler, ThreadPoolExecutor(1) as threads:
+        cheap = compiler.compile(GrammarDescription("regex", "a", "field"))
+        (process,) = children_of(compiler)
+        own = os.getpriority(os.PRIO_PROCESS, 0)
+        assert os.getpriority(os.PRIO_PROCESS, process) == own
+        work = threads.submit(compiler.compile, GrammarDescription("grammar", ENDLESS, "field"))
+        wait_until(lambda: max(own, guided.NICENESS) in map(niceness, children_of(compiler)))
+        with pytest.raises(InputError, match="too complex"):
+            work.result()
+        del cheap
+
+
+def niceness(process: int) -> int | None:
+    try:
+        return os.getpriority(os.PRIO_PROCESS, process)
+    except ProcessLookupError:
+        return None
+
+
 def test_grammars_in_use_have_bounds_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guided, "MAX_PROCESSES", 2)
     with own_compiler() as compiler:

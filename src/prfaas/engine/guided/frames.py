@@ -1,7 +1,7 @@
 """What a node, its grammar host and the processes of grammars say to each other.
 
 node ──► host       Setup ◄── Ready, then a descriptor for each grammar
-node ──► grammar    Compile ◄── Compiled, then
+node ──► grammar    Compile ◄── Begun, Compiled, then
                     Begin and Step ◄── one Mask for each of them; End
 """
 
@@ -37,6 +37,10 @@ class Compile(msgspec.Struct, frozen=True, array_like=True):
     text: str
     any_whitespace: bool
     whitespace_pattern: str | None
+
+
+class Begun(msgspec.Struct, frozen=True, array_like=True):
+    pid: int  # of the grammar's process
 
 
 class Compiled(msgspec.Struct, frozen=True, array_like=True):

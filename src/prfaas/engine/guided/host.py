@@ -29,7 +29,17 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance import grammar_from as convert_grammar
 
 from prfaas.engine.guided import frames, limits
-from prfaas.engine.guided.frames import Begin, Compile, Compiled, End, Mask, Ready, Setup, Step
+from prfaas.engine.guided.frames import (
+    Begin,
+    Begun,
+    Compile,
+    Compiled,
+    End,
+    Mask,
+    Ready,
+    Setup,
+    Step,
+)
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -119,6 +129,7 @@ class GrammarProcess:
         self._memory_bytes = 0
 
     def run(self, asked: Compile) -> None:
+        frames.send(self._connection, Begun(os.getpid()))
         memory = self._base_bytes + limits.MEMORY_BYTES
         resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
