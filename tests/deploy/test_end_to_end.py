@@ -201,9 +201,7 @@ async def full_memory(observed: ObservedDeployment) -> None:
             given_back.push_async_callback(await arenas_full(observed.served, ""))
             await asyncio.sleep(SCRAPE_S)
 
-        await observed.expect(
-            "PrfaasGrantsRefused", "PrfaasKvMemoryNearlyFull", while_doing=fill
-        )
+        await observed.expect("PrfaasGrantsRefused", "PrfaasKvMemoryNearlyFull", while_doing=fill)
 
 
 async def processes_that_end_or_stop(observed: ObservedDeployment) -> None:
