@@ -39,6 +39,9 @@ MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 128, 1024  # sequences and tokens of all, a
 class TokenMatcher(Protocol):
     """Follows one answer along its grammar. The engine's thread uses it."""
 
+    def is_ready(self, within_s: float) -> bool:
+        """Whether `allowed_bits` would not wait, now or after at most this time."""
+
     def allowed_bits(self) -> npt.NDArray[np.uint8] | None:
         """The tokens that may follow, one bit each, the lowest bit of a byte first. None: every
         token, because the grammar has ended. EngineError when the grammar is too complex."""

@@ -12,6 +12,7 @@ token's logits, the grammar's process computes their mask.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import select
 import socket
@@ -135,6 +136,22 @@ class GrammarConnection:
         with self._lock:
             self._send(Step(matcher, token))
 
+    def has_mask(self, matcher: int, within_s: float) -> bool:
+        """Of the matcher's last step, or a reason why there is none."""
+        until_s = time.monotonic() + within_s
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        with self._lock:
+            while self._due[matcher]:
+                left_s = max(0.0, until_s - time.monotonic())
+                if not poll.poll(math.ceil(1e3 * left_s)):
+                    return False
+                try:
+                    self._receive()
+                except EngineError:
+                    return True  # `mask` raises it again
+            return True
+
     def mask(self, matcher: int) -> Mask:
         """After the matcher's last step. Waits for it."""
         with self._lock:
@@ -197,6 +214,9 @@ class GrammarMatcher:
         self._ended = False
         self._number = connection.begin()
         weakref.finalize(self, connection.end, self._number).atexit = False
+
+    def is_ready(self, within_s: float) -> bool:
+        return self._ended or self._connection.has_mask(self._number, within_s)
 
     def allowed_bits(self) -> npt.NDArray[np.uint8] | None:
         if self._ended:

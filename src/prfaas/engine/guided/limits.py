@@ -4,12 +4,9 @@ from __future__ import annotations
 
 # Of a processor, to compile a grammar and take its first steps.
 COMPILE_CPU_S = 2.0
-EXPENSIVE_CPU_S = (
-    0.1  # after which it leaves the processors to others; an ordinary one takes 0.02 s
-)
+EXPENSIVE_CPU_S = 0.1  # after which it takes what others leave; an ordinary one needs 0.02 s
 CHARACTERS_PER_CPU_S = 32 << 10  # a schema of 110 KB takes one second
-# Of a processor, for a later step. Answers of others wait for it where it takes longer than the
-# model's own step. An ordinary one takes 0.1 ms.
+# Of a processor, for a later step. Its answer waits for it alone. An ordinary one takes 0.1 ms.
 STEP_CPU_S = 0.25
 # All steps together may take this much more than so much for each.
 SPARE_CPU_S = 0.5

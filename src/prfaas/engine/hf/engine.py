@@ -1,7 +1,8 @@
 """HFEngine: one model, one thread, continuous batching.
 
 Each turn of the loop computes one chunk of the oldest prompt and one token of every running
-sequence, so a long prefill delays a running sequence by one chunk at most.
+sequence, so a long prefill delays a running sequence by one chunk at most. A sequence whose grammar
+is late with a mask is left out until it comes, so that the others do not wait for it.
 
     waiting ──► prefilling (one) ──► running (rows of the slots) ──► finished
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+import time
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,7 +32,7 @@ from prfaas.engine.api import (
 )
 from prfaas.engine.hf.answers import copy_boundary, take_answer
 from prfaas.engine.hf.load import LoadedModel
-from prfaas.engine.hf.sequence import HFSequence
+from prfaas.engine.hf.sequence import HFSequence, Late
 from prfaas.engine.hf.slots import SlotCache
 from prfaas.engine.job_queue import JobQueue, as_ours, slot_rule
 from prfaas.errors import EngineError
@@ -49,6 +51,9 @@ CHUNK_TOKENS = {"cpu": 512, "cuda": 8192}
 # Staging on the device: 16 layers of 8,192 tokens with 4 KiB each. The bus empties it faster than
 # any model fills it.
 RING_BYTES = 512 << 20
+LATE_S = 0.002  # that a step waits for the masks of grammars; ordinary ones come before the logits
+MOST_LATE_S = 10.0  # the kernel ends a grammar's process before, unless it gets no processor
+LOOK_S = 0.01  # that it waits where it has nothing else to do
 RING_SHARE = 8  # at most this part of the device's free memory
 
 
@@ -94,6 +99,7 @@ class HFEngine:
         # `stats` reads them from other threads.
         self._prefilling: HFSequence | None = None
         self._running: list[HFSequence] = []  # row by row
+        self._late = 0  # the last rows, which take part in no step until their masks come
         self._thread = threading.Thread(target=self._work, name="prfaas-engine", daemon=True)
         self._thread.start()
 
@@ -230,11 +236,13 @@ class HFEngine:
         collector, sequence.prompt_logprobs = sequence.prompt_logprobs, None
         logprobs = collector.result() if collector is not None else None
         sequence.emit(Prefilled(resumed, computed, cache.exported_bytes, sequence.cuts, logprobs))
-        ended = (
-            sequence.next_token(logits, self._loaded.eos_token_ids)
-            if job.sampling.max_tokens
-            else Finished("length")
-        )
+        ended = None
+        if not job.sampling.max_tokens:
+            ended = Finished("length")
+        elif job.sampling.max_tokens > 1 and not sequence.is_ready(LATE_S):
+            self._set_late(sequence, logits)
+        else:
+            ended = sequence.next_token(logits, self._loaded.eos_token_ids)
         if ended is None:
             capacity = len(job.prompt) + job.sampling.max_tokens
             self._slots.join(len(self._running), cache, sequence.tokens, capacity)
@@ -246,6 +254,10 @@ class HFEngine:
                 self._running.append(sequence)
         if ended is not None:
             sequence.emit(ended)
+        elif sequence.late is not None:
+            self._late += 1
+        elif self._late:
+            self._swap(len(self._running) - 1, len(self._running) - 1 - self._late)
 
     def _drop_prefilling(self) -> HFSequence:
         sequence = self._prefilling
@@ -273,34 +285,90 @@ class HFEngine:
                 self._leave(row).emit(JobFailed(failed))
 
     def _step(self) -> None:
-        lengths = [sequence.tokens for sequence in self._running]
-        tokens = [[sequence.last_token] for sequence in self._running]
+        self._end_lateness()
+        stepping = self._running[: len(self._running) - self._late]
+        if not stepping:
+            if self._running:
+                self._running[-1].is_ready(LOOK_S)
+            return
+        lengths = [sequence.tokens for sequence in stepping]
+        tokens = [[sequence.last_token] for sequence in stepping]
         ids = torch.tensor(tokens, device=self._loaded.device)
         logits = _forward(self._loaded.model, ids, 1, **self._slots.begin(lengths))[:, -1]
         greedy = logits.argmax(dim=-1).tolist()
-        ended: list[tuple[int, Finished | JobFailed]] = []
-        size = self._compat.block_tokens
-        for row, sequence in enumerate(self._running):
+        ended: dict[int, Finished | JobFailed | None] = {}  # None: late
+        until_s = time.monotonic() + LATE_S
+        for row, sequence in enumerate(stepping):
             sequence.tokens += 1
-            try:
-                finished = sequence.next_token(
-                    logits[row], self._loaded.eos_token_ids, greedy=greedy[row]
-                )
-            except EngineError as error:  # its request allows no token
-                ended.append((row, JobFailed(error)))
+            if not sequence.is_ready(max(0.0, until_s - time.monotonic())):
+                self._set_late(sequence, logits[row].clone())
+                ended[row] = None
                 continue
-            copy_boundary(self.spec, self._slots, row, sequence, size)
-            if finished is not None:
-                ended.append((row, finished))
+            end = self._next_token(row, logits[row], greedy[row])
+            if end is not None:
+                ended[row] = end
         # The last row first, because removing a row moves later rows only.
-        for row, end in reversed(ended):
-            if isinstance(end, Finished):
-                answer = take_answer(self.spec, self._slots, row, self._running[row])
-                end = Finished(end.reason, answer)
-            self._leave(row).emit(end)
+        for row, end in reversed(ended.items()):
+            if end is None:
+                self._swap(row, len(self._running) - self._late - 1)
+                self._late += 1
+            else:
+                self._emit_end(row, end)
+
+    def _end_lateness(self) -> None:
+        """Chooses the tokens of late sequences whose masks have come."""
+        for sequence in self._running[len(self._running) - self._late :]:
+            assert sequence.late is not None
+            logits, until_s = sequence.late
+            row = self._running.index(sequence)
+            if sequence.is_ready(0.0):
+                sequence.late = None
+                end = self._next_token(row, logits)
+            elif time.monotonic() < until_s:
+                continue
+            else:
+                end = JobFailed(EngineError("a step of the answer's grammar takes too much time"))
+            if end is not None:
+                self._emit_end(row, end)
+            else:
+                self._swap(row, len(self._running) - self._late)
+                self._late -= 1
+
+    def _set_late(self, sequence: HFSequence, logits: torch.Tensor) -> None:
+        sequence.late = Late(logits, time.monotonic() + MOST_LATE_S)
+
+    def _next_token(
+        self, row: int, logits: torch.Tensor, greedy: int | None = None
+    ) -> Finished | JobFailed | None:
+        """How the sequence ends, or None when it continues."""
+        sequence = self._running[row]
+        try:
+            ended = sequence.next_token(logits, self._loaded.eos_token_ids, greedy=greedy)
+        except EngineError as error:  # its request allows no token
+            return JobFailed(error)
+        copy_boundary(self.spec, self._slots, row, sequence, self._compat.block_tokens)
+        return ended
+
+    def _emit_end(self, row: int, end: Finished | JobFailed) -> None:
+        if isinstance(end, Finished):
+            answer = take_answer(self.spec, self._slots, row, self._running[row])
+            end = Finished(end.reason, answer)
+        self._leave(row).emit(end)
+
+    def _swap(self, one: int, other: int) -> None:
+        self._slots.swap(one, other)
+        running = self._running
+        with self._queue.changed:
+            running[one], running[other] = running[other], running[one]
 
     def _leave(self, row: int) -> HFSequence:
         last = len(self._running) - 1
+        stepping = len(self._running) - self._late
+        if row >= stepping:
+            self._late -= 1
+        elif self._late:
+            self._swap(row, stepping - 1)  # the late rows stay together
+            row = stepping - 1
         self._slots.leave(row, last)
         with self._queue.changed:
             sequence = self._running[row]

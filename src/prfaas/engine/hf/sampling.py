@@ -54,6 +54,12 @@ class Sampler:
         )
         self._banned: torch.Tensor | None = None  # by the grammar, in the latest row
 
+    def is_ready(self, within_s: float) -> bool:
+        """Whether `pick` need not wait for the grammar, now or after at most this time."""
+        if self.is_plain_greedy or self._matcher is None:
+            return True
+        return self._matcher.is_ready(within_s)
+
     def pick(self, logits: torch.Tensor) -> int:
         """`logits` is [vocab]. EngineError when the request allows no token."""
         if self.is_plain_greedy:

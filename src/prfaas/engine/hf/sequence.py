@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -15,6 +16,13 @@ from prfaas.engine.hf.importer import import_state
 from prfaas.engine.hf.load import LoadedModel
 from prfaas.engine.hf.prompt_logprobs import PromptLogprobsCollector, chunk_limit
 from prfaas.engine.hf.sampling import Sampler
+
+
+class Late(NamedTuple):
+    """A step whose token cannot be chosen yet: the grammar has not said what it allows."""
+
+    logits: torch.Tensor
+    until_s: float  # when the sequence fails
 
 
 class HFSequence:
@@ -30,6 +38,7 @@ class HFSequence:
         self.generated = 0
         self.last_token = 0
         self.sampler: Sampler | None = None
+        self.late: Late | None = None
         self.prompt_logprobs: PromptLogprobsCollector | None = None
         self.boundary: BoundaryCopy | None = None  # the last one that decoding has passed
 
@@ -72,6 +81,11 @@ class HFSequence:
             if self._launched is not None:
                 self._launched.synchronize()
             self._launched = launched
+
+    def is_ready(self, within_s: float) -> bool:
+        """Whether `next_token` need not wait for the grammar."""
+        assert self.sampler is not None
+        return self.sampler.is_ready(within_s)
 
     def next_token(
         self, logits: torch.Tensor, eos_token_ids: frozenset[int], greedy: int | None = None

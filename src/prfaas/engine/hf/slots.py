@@ -62,6 +62,10 @@ class _TokenRows:
         self.keys[target] = self.keys[source]
         self.values[target] = self.values[source]
 
+    def swap(self, one: int, other: int) -> None:
+        _swap_rows(self.keys, one, other)
+        _swap_rows(self.values, one, other)
+
 
 class _Step:
     """The positions of this step's tokens: made once per step, shared by all layers."""
@@ -87,6 +91,9 @@ class FullSlots(DynamicLayer):
 
     def move(self, source: int, target: int) -> None:
         self.store.move(source, target)
+
+    def swap(self, one: int, other: int) -> None:
+        self.store.swap(one, other)
 
     def token_rows(self, row: int, first: int, last: int) -> Rows:
         """Tokens [first, last) of a row. Views."""
@@ -127,6 +134,9 @@ class WindowSlots(DynamicSlidingWindowLayer):
 
     def move(self, source: int, target: int) -> None:
         self.store.move(source, target)
+
+    def swap(self, one: int, other: int) -> None:
+        self.store.swap(one, other)
 
     def token_rows(self, row: int, first: int, last: int) -> Rows:
         """Tokens [first, last) of a row, which the ring still has. Copies."""
@@ -178,6 +188,10 @@ class LinearSlots(LinearAttentionLayer):
         self._state[target] = self._state[source]
         self._conv[target] = self._conv[source]
 
+    def swap(self, one: int, other: int) -> None:
+        _swap_rows(self._state, one, other)
+        _swap_rows(self._conv, one, other)
+
     def state_rows(self, row: int) -> Rows:
         """The state of a row now."""
         return state_rows(self._state[row : row + 1], self._conv[row : row + 1], self._state_shape)
@@ -208,6 +222,10 @@ class HybridSlots(LinearSlots, FullSlots):
         FullSlots.move(self, source, target)
         LinearSlots.move(self, source, target)
 
+    def swap(self, one: int, other: int) -> None:
+        FullSlots.swap(self, one, other)
+        LinearSlots.swap(self, one, other)
+
     def begin(self, step: _Step) -> None:
         FullSlots.begin(self, step)
         LinearSlots.begin(self, step)
@@ -219,6 +237,7 @@ class _Nothing(LinearAttentionLayer):
     def resize(self, rows: int, capacity: int) -> None: ...
     def join(self, row: int, layer: Any, tokens: int) -> None: ...
     def move(self, source: int, target: int) -> None: ...
+    def swap(self, one: int, other: int) -> None: ...
     def begin(self, step: _Step) -> None: ...
 
 
@@ -257,9 +276,14 @@ class SlotCache(Cache):
         if last == 0:
             self._resize(0, 0)
 
+    def swap(self, one: int, other: int) -> None:
+        if one != other:
+            for slots in self.layers:
+                slots.swap(one, other)
+
     def begin(self, lengths: Sequence[int]) -> dict[str, Any]:
-        """Prepares a step. `lengths` are the rows' lengths without this step's token. Returns the
-        arguments of the forward pass besides the tokens."""
+        """Prepares a step of the first rows. `lengths` are their lengths without this step's token.
+        Returns the arguments of the forward pass besides the tokens."""
         step = _Step(lengths, self._device)
         for slots in self.layers:
             slots.begin(step)
@@ -307,6 +331,12 @@ def _slots(shape: LayerShape, like: torch.Tensor) -> Any:
     if shape.window is not None:
         return WindowSlots(shape.tokens, shape.window, like)
     return FullSlots(shape.tokens, like)
+
+
+def _swap_rows(tensor: torch.Tensor, one: int, other: int) -> None:
+    kept = tensor[one].clone()
+    tensor[one] = tensor[other]
+    tensor[other] = kept
 
 
 def _with_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
