@@ -10,7 +10,7 @@ from prfaas.planner.problem import Problem
 from prfaas.sim.arrivals import Arrivals
 from prfaas.sim.config import SimConfig
 from prfaas.sim.faults import schedule_changes
-from prfaas.sim.results.recording import link_reports
+from prfaas.sim.recorder import Recorder
 from prfaas.sim.results.result import ClusterName, Result
 from prfaas.sim.world import World
 
@@ -43,8 +43,10 @@ def run(
     count = len(arrivals)
     every = max(1, count // _PROGRESS_STEPS)
     run_before, arrive = world.events.run_before, world.arrive
-    if world.recorder is not None:
-        world.recorder.take(link_reports(world))
+    recorder = None
+    if world.config.moments:
+        recorder = world.recorder = Recorder(world, count, float(arrivals.at_s[-1]))
+        recorder.take(world.link_reports())
     for index, at_s in enumerate(arrivals.at_s.tolist()):
         run_before(at_s)
         arrive(index)
@@ -74,7 +76,7 @@ def run(
         alone_s=world.alone.seconds,
         spans=world.spans,
         window_s=(world.stages.start_s, world.stages.stop_s),
-        recording=None if world.recorder is None else world.recorder.finish(),
+        recording=None if recorder is None else recorder.finish(),
     )
 
 

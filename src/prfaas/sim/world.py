@@ -6,18 +6,20 @@ The path of a request; each arrow is an event or a queue:
                         │                                   └ KV leaves while it runs ┘
                         └ decode memory is reserved here, and freed after the last token
 
-The router sees the board and never the nodes. Reports (`reports`) and cache events reach the board
+The router sees the board and never the nodes. Reports and cache events reach the board
 late; the router's own dispatches reach it at once. Faults and role changes are in `faults`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
+from typing import Protocol
 
 from prfaas.planner.network.problem import NetworkProblem
 from prfaas.planner.problem import Path, Problem
-from prfaas.scheduler.board import Board
+from prfaas.scheduler.board import Board, NodeReport
+from prfaas.scheduler.congestion import LinkVerdict
 from prfaas.scheduler.costs import build_costs
 from prfaas.scheduler.homes.plans import as_network, home_name
 from prfaas.scheduler.long_term.profile_correction import ProfileCorrection
@@ -29,7 +31,7 @@ from prfaas.scheduler.lookup.prefixes import (
     Holders,
 )
 from prfaas.scheduler.plan import Role
-from prfaas.scheduler.request import CacheCopy, Request
+from prfaas.scheduler.request import CacheCopy, Request, Route
 from prfaas.scheduler.view import LinkId, LinkView
 from prfaas.scheduler.waiting import Hold, WaitingRoom
 from prfaas.sim.alone import ServedAlone
@@ -41,11 +43,25 @@ from prfaas.sim.events import Events
 from prfaas.sim.homes import SimHomes
 from prfaas.sim.network.links import FluidLink
 from prfaas.sim.nodes import Batch, SimNode
-from prfaas.sim.reports import Reports
 from prfaas.sim.results.meters import QueueSamples, RequestColumns, StageMeter, StageNames
-from prfaas.sim.results.recording import Recorder
 from prfaas.sim.results.result import TimelineSpan
-from prfaas.types import ClusterId, NodeId
+from prfaas.types import ClusterId, LinkStats, NodeId
+
+QUIET_UTILISATION = 0.5  # far below any utilisation at which a verdict could change
+
+
+class Observer(Protocol):
+    """Is told what happens, and changes nothing."""
+
+    def record_dispatch(
+        self, request: Request, home: ClusterId, cached: CachedPrefixes, route: Route
+    ) -> None:
+        """Before the board has the dispatch."""
+
+    def record_role(self, node: SimNode) -> None: ...
+
+    def take(self, reports: Mapping[LinkId, LinkStats], *, at_once: bool = False) -> None:
+        """`reports`: of the links, as of now."""
 
 
 class _UniformPrefix:
@@ -164,9 +180,7 @@ class World:
         self.samples = QueueSamples(config.report_interval_s, [c for c, _, _ in members])
         self._uniform = _UniformPrefixes(self.nodes)
         self.reports = Reports(self)
-        self.recorder: Recorder | None = None
-        if config.moments:
-            self.recorder = Recorder(self, len(arrivals), self._times[-1])
+        self.recorder: Observer | None = None
         self.count_capacity()
 
     # Arrival --------------------------------------------------------------------------------------
@@ -492,6 +506,13 @@ class World:
         for link in self.egress:
             self.stages.set_capacity(names.link[link], self.links[link].bps, now)
 
+    def link_reports(self) -> dict[LinkId, LinkStats]:
+        """Of all links, as of now."""
+        return {
+            link_id: link.report(link_id[1], self.paths[link_id].rtt_s)
+            for link_id, link in self.links.items()
+        }
+
     def _span(self, track: str, name: str, start_s: float, end_s: float, attempt: Attempt) -> None:
         self.spans.append(
             TimelineSpan(track, name, start_s, end_s, attempt.index, attempt.route.reason)
@@ -507,3 +528,86 @@ def _paths(network: NetworkProblem) -> dict[LinkId, Path]:
             if remote.back is not None:
                 paths[target, source] = remote.back
     return paths
+
+
+class Reports:
+    """Periodic reports of nodes and links, as the router receives them: a little late. They pause
+    while no request is in flight, so that an idle stretch of a trace costs nothing."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._changed: dict[SimNode, None] = {}  # nodes whose state differs from their last report
+        self._running = False
+
+    def note_change(self, node: SimNode) -> None:
+        """The node's next report is due: its queue or its batch has changed."""
+        self._changed[node] = None
+
+    def ensure_running(self) -> None:
+        """Starts the periodic reports, unless they run already."""
+        if not self._running:
+            self._running = True
+            events, interval = self._world.events, self._world.config.report_interval_s
+            following = (int(events.now_s / interval) + 1) * interval
+            events.at(following, self._tick)
+
+    def _tick(self, _: object) -> None:
+        """Sends every report that is due. The router receives them `report_lag_s` later."""
+        world = self._world
+        now = world.events.now_s
+        reports = [
+            (node.name, NodeReport(now, 0.0, node.batch.running + len(node.for_slot)))
+            for node in self._changed
+            if node.alive
+        ]
+        self._changed.clear()
+        links = world.link_reports()
+        stats = [(name, link) for name, link in links.items() if not self._is_redundant(name, link)]
+        if world.recorder is not None:
+            # The reports pause now where no request is in flight: so it stays until the next one.
+            world.recorder.take(links, at_once=not world.in_flight)
+        world.events.at(now + world.config.report_lag_s, self._deliver, (reports, stats))
+        waiting: dict[str, int] = {
+            c: n + world.waiting_room.count(c) for c, n in world.prefill_waiting.items()
+        }
+        world.samples.take(now, waiting, world.slot_waiting)
+        if world.in_flight:
+            world.events.at(now + world.config.report_interval_s, self._tick)
+        else:
+            self._running = False
+
+    def _is_redundant(self, link_id: LinkId, report: LinkStats) -> bool:
+        """Whether the link is clear, has capacity to spare and stays so. To judge such a link every
+        second would take a tenth of a run's time, for the same verdict."""
+        world = self._world
+        known = world.homes.link_state(link_id)
+        clear = known is None or (known.health.verdict is LinkVerdict.CLEAR and known.bps is None)
+        busy = report.goodput_bps > QUIET_UTILISATION * world.paths[link_id].bps
+        return (
+            clear
+            and not busy
+            and not report.backlog_bytes
+            and report.connections > 0
+            and (link := world.board.link(link_id)) is not None
+            and link.up
+        )
+
+    def _deliver(
+        self, received: tuple[list[tuple[NodeId, NodeReport]], list[tuple[LinkId, LinkStats]]]
+    ) -> None:
+        world = self._world
+        reports, stats = received
+        for name, report in reports:
+            world.board.record_report(name, report)
+        for link_id, link_stats in stats:
+            known = world.board.link(link_id)
+            if known is None or known.stats is None or known.stats.at_s <= link_stats.at_s:
+                # Otherwise the link was lost since then, which the router learned at once.
+                world.board.record_link_report(link_id, link_stats)
+        now = world.events.now_s
+        if world.correction is not None:
+            world.correction.doubt_old(now, world.board.has_own_prefills)
+            world.apply_correction()
+        world.homes.adjust(world.board, world.waiting_room.work, now)
+        if world.waiting_room:
+            world.retry_waiting()
