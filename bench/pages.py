@@ -18,7 +18,7 @@ from typing import Any
 
 import click
 
-from prfaas.cache.block_pool import Eviction
+from prfaas.cache.blocks import Eviction
 from prfaas.cache.checkpoints import checkpoint_policy
 from prfaas.cache.eviction import LRU, CostAware
 from prfaas.cache.groups import rules_for, unit_bytes

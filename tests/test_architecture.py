@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import graphlib
+from collections.abc import Set
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,30 @@ def test_parts_have_no_cycle() -> None:
         targets = {name.split(".")[1] for name in imports(path) if name.startswith("prfaas.")}
         graph.setdefault(part_of(path), set()).update(targets - {part_of(path)})
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+def test_files_have_no_circle() -> None:
+    """Not of imports for types only, either: of two files in a circle, neither is understood
+    without the other."""
+    modules = {_module(path): path for path in FILES}
+    graph = {name: _imported(path, modules.keys()) - {name} for name, path in modules.items()}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+def _module(path: Path) -> str:
+    words = ("prfaas", *path.relative_to(SOURCE).with_suffix("").parts)
+    return ".".join(words).removesuffix(".__init__")
+
+
+def _imported(path: Path, modules: Set[str]) -> set[str]:
+    """Modules that a file imports: `from a import b` means the module `a.b`, or a name in `a`."""
+    found = set(imports(path))
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            if names & modules:
+                found = found - {node.module} | names
+    return found & modules
 
 
 def test_every_part_has_a_row() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from hypothesis import settings
 
-from prfaas.cache.block_pool import Eviction
+from prfaas.cache.blocks import Eviction
 from prfaas.cache.checkpoints import BranchPoints, CheckpointPolicy
 from prfaas.cache.eviction import LRU, CostAware
 from prfaas.cache.groups import rules_for, unit_bytes

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from prfaas.cache.block_pool import Block, BlockPool
+from prfaas.cache.block_pool import BlockPool
+from prfaas.cache.blocks import Block
 from prfaas.cache.eviction import LRU
 from prfaas.cache.tree import PrefixTree
 from prfaas.types import BlockHash

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.cache.block_pool import Block
+from prfaas.cache.blocks import Block
 from prfaas.cache.eviction import LRU
 from prfaas.cache.journal import Journal
 from prfaas.cache.lease import Lease

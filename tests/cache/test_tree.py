@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from prfaas.cache.block_pool import Block
+from prfaas.cache.blocks import Block, PrefixNode
 from prfaas.cache.storage.ssd import Slot
-from prfaas.cache.tree import PrefixNode, PrefixTree
+from prfaas.cache.tree import PrefixTree
 from prfaas.types import BlockHash
 
 

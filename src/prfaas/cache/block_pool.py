@@ -20,64 +20,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
+from prfaas.cache.blocks import COMMON, Block, Eviction
 from prfaas.cache.storage.page_supply import PageSupply
-from prfaas.cache.tenants import COMMON, TenantShares
+from prfaas.cache.tenants import TenantShares
 
 if TYPE_CHECKING:
     from prfaas.cache.storage.budget import BudgetShare
-    from prfaas.cache.storage.ssd import Slot
-    from prfaas.cache.tree import PrefixNode
-
-
-class Block:
-    """One unit. `node` is set while the unit is a prefix block, `slot` while its bytes are on SSD
-    (the unit then has pages only while it is being written there or read back). `filled_from`
-    counts the leading tokens that the block lacks: a window's oldest block may lack those before
-    the window."""
-
-    __slots__ = ("filled_from", "group", "node", "pages", "refs", "slot", "tenant")
-
-    def __init__(self, group: int, pages: tuple[int, ...], tenant: str = COMMON) -> None:
-        self.group = group
-        self.tenant = tenant  # changes only while the block has no pages
-        self.pages = pages
-        self.refs = 0
-        self.filled_from = 0
-        self.node: PrefixNode | None = None
-        self.slot: Slot | None = None
-
-    def __repr__(self) -> str:
-        where = f"{len(self.pages)} pages" if self.slot is None else "ssd"
-        return f"Block(group {self.group}, {where}, refs {self.refs}, node {self.node})"
-
-
-class Eviction(Protocol):
-    """Orders the idle blocks of one tenant. The block pool reports every change and asks which
-    blocks to evict."""
-
-    def another(self) -> Eviction:
-        """The same policy, for the blocks of another tenant."""
-
-    def __len__(self) -> int:
-        """How many blocks are idle."""
-
-    def idle(self, blocks: Sequence[Block], now: float) -> None:
-        """No lease uses these blocks any more. They are in prompt order, first block first."""
-
-    def busy(self, block: Block) -> None:
-        """The block is in use again, or evicted."""
-
-    def victims(self, now: float) -> Sequence[Block]:
-        """The idle blocks to evict next, at least one while any is idle."""
-
-    def admits(self, new_tokens: int, cached_tokens: int, nbytes: int, now: float) -> bool:
-        """Whether an answer is worth more than the next victims: it takes `nbytes`, and saves the
-        prefill of `new_tokens` after `cached_tokens`, which the pool has without it."""
-
-    def check(self) -> None:
-        """Asserts the policy's invariants."""
 
 
 @dataclass(slots=True)

@@ -30,10 +30,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
-from prfaas.cache.block_pool import Block
+from prfaas.cache.blocks import Block, PrefixNode
 from prfaas.cache.groups import GroupRule
 from prfaas.cache.storage.arena import PageLayout
-from prfaas.cache.tree import PrefixNode
 
 NodeKind: TypeAlias = Literal["branch", "head", "answer", "superseded", "spare", "tail"]
 # Outdated heap entries allowed beyond one per node: each keeps a dead node and its ancestors alive.

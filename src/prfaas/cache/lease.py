@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NewType
 
-from prfaas.cache.block_pool import Block
+from prfaas.cache.blocks import Block
 from prfaas.cache.units import UnitKey
 from prfaas.types import BlockHash
 

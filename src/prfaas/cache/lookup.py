@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prfaas.cache.block_pool import Block
+from prfaas.cache.blocks import Block, PrefixNode
 from prfaas.cache.groups import GroupRule, Hit, hybrid_hit
 from prfaas.cache.lease import AnswerBasis, Match
-from prfaas.cache.tree import PrefixNode, PrefixTree
+from prfaas.cache.tree import PrefixTree
 from prfaas.cache.units import UnitKey, closing_units
 from prfaas.types import BlockHash
 

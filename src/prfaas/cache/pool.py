@@ -32,7 +32,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import NamedTuple
 
-from prfaas.cache.block_pool import Block, BlockPool, Eviction
+from prfaas.cache.block_pool import BlockPool
+from prfaas.cache.blocks import COMMON, Block, Eviction, PrefixNode
 from prfaas.cache.checkpoints import CheckpointPolicy, Checkpoints
 from prfaas.cache.groups import Hit, rules_for
 from prfaas.cache.journal import Action, Journal
@@ -51,8 +52,7 @@ from prfaas.cache.storage.places import LeaseTables
 from prfaas.cache.storage.preparation import Preparation, Promises
 from prfaas.cache.storage.ssd_jobs import ReadJob, SsdJob
 from prfaas.cache.storage.tiers import CacheTiers, PoolStorage, in_prompt_order
-from prfaas.cache.tenants import COMMON
-from prfaas.cache.tree import PrefixNode, PrefixTree
+from prfaas.cache.tree import PrefixTree
 from prfaas.cache.units import Demand, UnitKey, closing_units, demand_of
 from prfaas.errors import InputError
 from prfaas.kvspec import KVSpec

@@ -22,12 +22,9 @@ import sys
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from prfaas.cache.block_pool import Block, Eviction
+from prfaas.cache.blocks import COMMON, Block, Eviction
 
-COMMON = ""
 # With pages in memory. Further tenants have one share together: a client that could make up tenants
 # would otherwise make the work of a choice and the shares of others as small as it likes.
 MAX_TENANTS = 1_024

@@ -9,48 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prfaas.cache.block_pool import Block
+from prfaas.cache.blocks import Block, PrefixNode
 from prfaas.types import BlockHash
-
-
-class PrefixNode:
-    """The prefix of `depth` blocks that ends with the block named `hash`."""
-
-    __slots__ = (
-        "answer",
-        "blocks",
-        "children",
-        "depth",
-        "hash",
-        "hits",
-        "last_used_s",
-        "parent",
-        "resident_answers",
-        "resident_blocks",
-        "resident_children",
-        "spare",
-    )
-
-    def __init__(self, name: BlockHash, parent: PrefixNode | None, groups: int) -> None:
-        self.hash = name
-        self.parent = parent
-        self.depth: int = 1 if parent is None else parent.depth + 1
-        self.blocks: list[Block | None] = [None] * groups
-        self.children = 0
-        self.resident_blocks = 0  # of this node, in memory
-        self.resident_children = 0  # children with anything in memory at or below them
-        self.resident_answers = 0  # those of them that are parts of answers
-        self.last_used_s = 0.0
-        self.hits = 0  # times a prompt resumed exactly here
-        self.spare = False  # its checkpoint was taken speculatively
-        self.answer = False  # a part of an answer, which no prompt has contained yet
-
-    @property
-    def resident(self) -> bool:
-        return self.resident_blocks > 0 or self.resident_children > 0
-
-    def __repr__(self) -> str:
-        return f"Node({self.hash.hex()[:8]}, depth {self.depth})"
 
 
 class PrefixTree:

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable
 from itertools import takewhile
 from typing import TypeAlias
 
-from prfaas.cache.block_pool import Block, BlockPool
+from prfaas.cache.block_pool import BlockPool
+from prfaas.cache.blocks import Block
 from prfaas.cache.storage.arena import PageLayout
 from prfaas.cache.storage.ssd_jobs import SsdJob
 from prfaas.cache.storage.tiers import CacheTiers, in_prompt_order

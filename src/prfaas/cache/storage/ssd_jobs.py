@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
-from prfaas.cache.block_pool import Block
+from prfaas.cache.blocks import Block
 from prfaas.cache.storage.ssd import Slot, SpillFile
 
 

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from prfaas.cache.block_pool import Block, BlockPool
+from prfaas.cache.block_pool import BlockPool
+from prfaas.cache.blocks import Block, PrefixNode
 from prfaas.cache.journal import Action
 from prfaas.cache.lease import PoolStats
 from prfaas.cache.storage.arena import Arena, PageLayout
@@ -25,7 +26,7 @@ from prfaas.cache.storage.budget import BudgetShare
 from prfaas.cache.storage.ssd import Slot, SpillFile
 from prfaas.cache.storage.ssd_jobs import JobQueue, ReadJob, SpillJob
 from prfaas.cache.tenants import SpilledBlocks
-from prfaas.cache.tree import PrefixNode, PrefixTree
+from prfaas.cache.tree import PrefixTree
 
 Record: TypeAlias = Callable[[Action, Block, PrefixNode], None]
 
