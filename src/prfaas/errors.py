@@ -12,6 +12,7 @@
     │       └── MalformedResponse    the response breaks its contract or its limits
     └── PeerError               another process broke a rule, or went away
         ├── ConnectionLost      a connection could not be made, broke, or was silent for too long
+        │   ├── ResponseLate    the peer has the request, and did not answer in time
         │   └── Unreachable     a connection could not be made
         │       └── Refused     the peer's host refuses connections
         ├── PeerHttpError       see above

@@ -15,6 +15,7 @@ from prfaas.engine.checkpoint.tokenizer import EOS, VOCAB_SIZE, token_id
 from prfaas.engine.guided import GrammarDescription, compiler
 from prfaas.engine.guided.compiler import CompiledGrammar, GrammarCompiler
 from prfaas.errors import InputError, RequestError
+from prfaas.node.structured import grammars as structured
 from prfaas.node.structured.grammars import AT_ONCE, MAX_WAITING_EACH, Grammars
 from prfaas.types import NotNow
 from tests.engine.guided.test_compiler import ENDLESS
@@ -106,7 +107,9 @@ async def test_the_time_of_compiling_is_bounded(monkeypatch: pytest.MonkeyPatch)
 async def test_a_choice_beside_an_endless_grammar_is_compiled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # The machine may have little time for processes that give way to others.
     monkeypatch.setattr(compiler, "COMPILE_S", HANG_S)
+    monkeypatch.setattr(structured, "WAIT_S", HANG_S)
     async with grammars_of() as grammars:
         await grammars.start()
         endless = [
