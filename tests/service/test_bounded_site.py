@@ -8,7 +8,7 @@ import socket
 import ssl
 import struct
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 import aiohttp
@@ -22,6 +22,7 @@ from prfaas.service.connections import Bounds, ConnectionTable, Reason
 from tests.waiting import HANG_S, PATIENCE_S
 
 SOON_S = 0.2
+LARGE_BYTES = 64 << 20  # far more than the kernel keeps for a client
 SO_ATTACH_FILTER = 26  # of Linux; `socket` has no name for it
 
 
@@ -83,8 +84,12 @@ async def service(
         await response.write(b" done")
         return response
 
+    async def large(request: web.Request) -> web.Response:
+        return web.Response(body=bytes(LARGE_BYTES))
+
     app = web.Application()
     app.router.add_get("/", hello)
+    app.router.add_get("/large", large)
     app.router.add_get("/held", held)
     table = ConnectionTable(Bounds(total))
     connections = Connections("test", table, first_request_s=first_request_s, gone_s=gone_s)
@@ -140,6 +145,30 @@ async def test_a_stream_is_never_closed_for_another_connection() -> None:
             assert await answer.content.read() == b" done"
         for sock in idle:
             sock.close()
+
+
+async def test_a_response_is_a_request_in_progress_until_it_is_sent() -> None:
+    """Its connection was idle from the end of its handler on, and was cut for the next one."""
+    async with service(8) as one, client() as http, AsyncExitStack() as others:
+        url = f"http://127.0.0.1:{one.address[1]}"
+        async with http.get(f"{url}/large") as answer:
+            begun = await answer.content.readexactly(1 << 20)
+            for _ in range(4):  # one more than the address may have beside this one
+                other = await others.enter_async_context(client())
+                async with other.get(url, headers={"Authorization": "Bearer a"}) as idle:
+                    assert await idle.text() == "hello"
+            await one.until(lambda: one.table.closed[Reason.ADDRESS] == 1)
+            assert len(begun) + len(await answer.content.read()) == LARGE_BYTES
+
+
+async def test_a_response_that_is_not_read_ends_its_connection() -> None:
+    async with service(8, gone_s=1.0) as one:
+        (sock,) = await one.open(1)
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(sock, b"GET /large HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert await loop.sock_recv(sock, 1)
+        await one.until(lambda: not len(one.table))
+        sock.close()
 
 
 async def test_a_connection_without_a_request_does_not_stay() -> None:

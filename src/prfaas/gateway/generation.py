@@ -4,7 +4,7 @@ its tenant. Requests of clients and of the console's prompt box take the same co
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -140,14 +140,19 @@ class GenerationApi:
             first_event=first_event,
         )
         del prepared
-        send = response.stream if record.stream else response.whole
         try:
+            answering: AbstractAsyncContextManager[Upstream]
             if several:
-                async with self._answer_list(requests, record, admitted, parallel) as upstream:
-                    return await send(upstream)
-            async with self._backend.answer(requests[0], record.trace) as upstream:
-                admitted.end_wait()
-                return await send(upstream)
+                answering = self._answer_list(requests, record, admitted, parallel)
+            else:
+                answering = self._backend.answer(requests[0], record.trace)
+            async with answering as upstream:
+                if not several:  # a list says itself when its last prompt has been answered
+                    admitted.end_wait()
+                if record.stream:
+                    return await response.stream(upstream)
+                whole = await response.collect(upstream)
+            return await response.whole(whole)  # the engine serves others meanwhile
         finally:
             record.usage, record.cut_short = response.usage, response.cut_short
             record.delivered = response.delivered

@@ -16,6 +16,7 @@ from aiohttp import web
 from prfaas.gateway.api.body_limits import BodyReader
 from prfaas.gateway.api.content_encoding import too_large
 from prfaas.gateway.api.prompts import Prompts
+from prfaas.gateway.api.response_stream import send_json
 from prfaas.gateway.api.tenants import admit
 from prfaas.gateway.tenants import Tenants
 
@@ -24,12 +25,15 @@ MAX_BYTES = 1 << 18  # some sixty thousand tokens of text
 
 
 class TokenizationApi:
-    def __init__(self, prompts: Prompts, body_reader: BodyReader, tenants: Tenants) -> None:
+    def __init__(
+        self, prompts: Prompts, body_reader: BodyReader, tenants: Tenants, stall_s: float
+    ) -> None:
         self._prompts = prompts
         self._body_reader = body_reader
         self._tenants = tenants
+        self._stall_s = stall_s  # as of `ResponseStream`
 
-    async def answer(self, request: web.Request, tenant: str) -> web.Response:
+    async def answer(self, request: web.Request, tenant: str) -> web.StreamResponse:
         preparer = self._prompts.preparer
         work = preparer.tokenize if request.path == "/tokenize" else preparer.detokenize
         with admit(self._tenants, tenant) as admitted:
@@ -40,7 +44,8 @@ class TokenizationApi:
                 if body.data is None:
                     raise too_large(MAX_BYTES)
                 encoded = await self._prompts.run(tenant, partial(_encoded, work, body.data))
-        return web.Response(body=encoded, content_type="application/json")
+            response, _ = await send_json(request, encoded, self._stall_s)
+            return response
 
 
 def _encoded(work: Callable[[bytes], object], data: bytes) -> bytes:

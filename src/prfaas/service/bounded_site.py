@@ -95,9 +95,23 @@ class Connections:
             response = await handler(request)
             has_key = "Authorization" in request.headers and request.path not in PROBE_PATHS
             known = has_key and response.status < 400
+            await self._send(request, response)
             return response
         finally:
             self.table.end(protocol.connection, known=known)
+
+    async def _send(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Sends what the handler has not sent itself: until then the request goes on, so that its
+        connection is not closed as an idle one. One whose client does not read it is closed."""
+        try:
+            with suppress(ConnectionError):
+                async with asyncio.timeout(self.gone_s):
+                    if not response.prepared:
+                        await response.prepare(request)
+                    await response.write_eof()
+        except TimeoutError:
+            if request.transport is not None:
+                request.transport.abort()
 
 
 class _Followed(asyncio.Protocol):

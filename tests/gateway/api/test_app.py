@@ -17,6 +17,7 @@ import pytest
 
 from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import RequestError, StreamBroken
+from prfaas.gateway import tokenization
 from prfaas.gateway.api.credentials import REGISTER, TenantKey
 from prfaas.gateway.request import GatewayRequest, RequestTrace, Upstream
 from prfaas.security.shared_key import SharedKey
@@ -384,6 +385,75 @@ async def test_a_client_that_reads_a_byte_at_a_time_gives_its_slot_back(
         assert 0 < endless.nbytes < 32_000_000
         while not requests_with("stalled", (await server.get("/metrics"))[1].decode()):
             pass
+
+
+class _Whole:
+    """An answer that is far larger than what the kernel keeps for a client that does not read."""
+
+    async def events(self) -> AsyncIterator[list[bytes]]:
+        yield [b'{"choices":[{"text":"' + b"x" * (32 << 20) + b'"}]}']
+
+
+class Unread:
+    """A client that asks for a whole answer, and reads no more than its beginning."""
+
+    def __init__(self, server: ApiServer, path: str) -> None:
+        body = msgspec.json.encode({**GOOD, "prompt": "hi"})
+        head = f"POST {path} HTTP/1.1\r\nHost: [::1]\r\nContent-Length: {len(body)}\r\n\r\n"
+        self._server, self._request = server, head.encode() + body
+        self._socket = socket.socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        self._socket.setblocking(False)
+
+    async def ask(self) -> bytes:
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(self._socket, self._server.address)
+        await loop.sock_sendall(self._socket, self._request)
+        return await loop.sock_recv(self._socket, len(b"HTTP/1.1 200"))
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+async def test_a_whole_answer_that_nobody_reads_counts_as_a_request(
+    monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """Otherwise unread answers take memory without a limit, with a few connections."""
+    monkeypatch.setattr(OneNode, "answer", answering(_Whole()))
+    monkeypatch.setattr(tokenization, "_encoded", lambda work, data: b"%33554432d" % 0)
+    async with api_server(max_in_flight=2) as server:
+        first, second, third = (Unread(server, path) for _ in range(3))
+        assert [await first.ask(), await second.ask()] == [b"HTTP/1.1 200"] * 2
+        assert await third.ask() == b"HTTP/1.1 429"
+        first.close()
+        while (await server.post(path, {**GOOD, "prompt": "hi"}))[0] != 200:
+            pass
+        second.close()
+        third.close()
+
+
+async def test_a_client_that_does_not_read_a_whole_answer_stalls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(OneNode, "answer", answering(_Whole()))
+    async with api_server(timeouts={"stall_s": 0.5}) as server:
+        unread = Unread(server, "/v1/completions")
+        assert await unread.ask() == b"HTTP/1.1 200"
+        while not requests_with("stalled", (await server.get("/metrics"))[1].decode()):
+            pass
+        unread.close()
+
+
+async def test_a_whole_answer_is_sent_as_fast_as_its_client_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What counts is that it reads, not how long it takes for all."""
+    monkeypatch.setattr(OneNode, "answer", answering(_Whole()))
+    async with api_server() as server:
+        status, answer = await server.post("/v1/completions", GOOD)
+        assert status == 200 and len(answer["choices"][0]["text"]) == 32 << 20
+        assert requests_with("completed", (await server.get("/metrics"))[1].decode()) == 1
 
 
 async def test_a_client_that_disconnects_during_a_stream_is_not_an_error(

@@ -85,7 +85,7 @@ class GatewayApi:
         self.generation = GenerationApi(
             backend, prompts, credentials, body_reader, limits, request_log
         )
-        self._tokenization = TokenizationApi(prompts, body_reader, limits.tenants)
+        self._tokenization = TokenizationApi(prompts, body_reader, limits.tenants, limits.stall_s)
         self._started_s = int(time.time())
 
     def application(
@@ -167,7 +167,7 @@ class GatewayApi:
 
     # Completions and chats ------------------------------------------------------------------------
 
-    async def _tokenize(self, request: web.Request) -> web.Response:
+    async def _tokenize(self, request: web.Request) -> web.StreamResponse:
         return await self._tokenization.answer(request, request[_TENANT])
 
     async def _generate(self, kind: Kind, request: web.Request) -> web.StreamResponse:

@@ -1,5 +1,5 @@
-"""The response to the client: the decode engine's events as they arrive, and no faster than the
-client reads.
+"""The response to the client: the decode engine's events as they arrive, or the answer as a whole.
+Neither is sent faster than the client reads.
 
 Only the usage event is parsed: the gateway always requests it, and forwards it to clients that
 requested it. The decode engine counts all tokens that a hand-off brought as cached. What the
@@ -21,6 +21,7 @@ from prfaas.errors import RequestError, StreamBroken
 from prfaas.gateway.api.error_responses import error_event
 from prfaas.gateway.request import Upstream
 
+PIECE_BYTES = 1 << 18  # of a whole answer, which a client has to read within `stall_s`
 _DONE = b"data: [DONE]"
 # The two spellings of JSON encoders. Inside a string the quotes are escaped, so text never matches.
 _NO_CHOICES = (b'"choices":[]', b'"choices": []')
@@ -35,7 +36,7 @@ _USED = msgspec.json.Decoder(UsageField)
 
 
 class _Stream(web.StreamResponse):
-    _send_headers_immediately = False  # sent with the first event, which has arrived already
+    _send_headers_immediately = False  # sent with the first bytes, which are there already
 
 
 class _Stalled(Exception):
@@ -118,12 +119,18 @@ class ResponseStream:
             await response.write_eof()  # many clients disconnect at [DONE]: they have all of it
         return response
 
-    async def whole(self, upstream: Upstream) -> web.Response:
+    async def collect(self, upstream: Upstream) -> bytes:
+        """The body of an answer that is sent as a whole."""
         body = b"".join([part async for parts in upstream.events() for part in parts])
         self.usage = usage_of(body)
-        if self.usage is not None:
-            body = self._corrected(body, self.usage)
-        return web.Response(body=body, content_type="application/json")
+        return body if self.usage is None else self._corrected(body, self.usage)
+
+    async def whole(self, body: bytes) -> web.StreamResponse:
+        """Sends the body to its end, or until the client stalls."""
+        response, self.delivered = await send_json(self._request, body, self._stall_s)
+        if not self.delivered:
+            self.cut_short = CutShort("stalled", "the client stopped reading")
+        return response
 
     def _shown(self, event: bytes) -> bytes:
         """The event as the client gets it; empty when the client gets none."""
@@ -144,10 +151,36 @@ class ResponseStream:
         return body if cached in (None, usage.cached_tokens) else with_cached_tokens(body, cached)
 
     async def _write(self, writing: Coroutine[Any, Any, None]) -> None:
-        """Returns when the client's socket has room again. Until then no events are read from the
-        engine."""
-        try:
-            async with asyncio.timeout(self._stall_s):
-                await writing
-        except TimeoutError:
-            raise _Stalled from None
+        """Until it returns, no events are read from the engine."""
+        await _write(writing, self._stall_s)
+
+
+async def send_json(
+    request: web.Request, body: bytes, stall_s: float
+) -> tuple[web.StreamResponse, bool]:
+    """Sends a whole body; false, and the connection is closed, when the client stops reading.
+    aiohttp would send it after the request's handler has returned, when the request counts for no
+    limit any more."""
+    response = _Stream()
+    response.content_type = "application/json"
+    response.content_length = len(body)
+    await response.prepare(request)
+    last = max(0, len(body) - 1) // PIECE_BYTES * PIECE_BYTES
+    try:
+        for start in range(0, last, PIECE_BYTES):
+            await _write(response.write(body[start : start + PIECE_BYTES]), stall_s)
+        await _write(response.write_eof(body[last:]), stall_s)
+    except _Stalled:
+        if request.transport is not None:
+            request.transport.abort()  # the client will not read the rest
+        return response, False
+    return response, True
+
+
+async def _write(writing: Coroutine[Any, Any, None], stall_s: float) -> None:
+    """Returns when the client's socket has room again."""
+    try:
+        async with asyncio.timeout(stall_s):
+            await writing
+    except TimeoutError:
+        raise _Stalled from None
