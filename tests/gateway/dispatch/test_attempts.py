@@ -375,6 +375,39 @@ async def test_the_second_retry_after_a_lost_engine_counts(first_was_alone: bool
         await case.subject.back_off()
 
 
+async def test_a_request_whose_fields_are_checked_late_is_refused_at_the_second_engine() -> None:
+    """It may be what keeps them busy, or the victim of what does: so it may come again."""
+    case = await losing()
+    late = [AttemptFailed(f"{node} is late", node, late=True) for node in (F, B)]
+    case.subject.record_failure(late[0], case.booking)
+    await case.subject.back_off()
+    with pytest.raises(RequestError, match="is late") as refused:
+        case.subject.record_failure(late[1], case.booking)
+    assert (refused.value.status, refused.value.code) == (503, "overloaded")
+    await case.again().begin()  # it is not kept out
+
+
+def test_one_tenant_cannot_take_the_retries_of_others() -> None:
+    budget = RetryBudget()
+    hostile = 0
+    for _ in range(1000):
+        budget.add_request("a")
+        hostile += sum(budget.take(1, tenant="a") for _ in range(3))
+    assert hostile <= 1000 * budget.per_request + budget.limit / 2
+    assert all(budget.take(1, tenant="b") for _ in range(int(budget.limit / 2)))
+    assert not budget.take(1, tenant="b"), "the retries of both are a share of their requests"
+
+
+def test_a_tenants_part_of_the_retries_comes_back_with_its_requests() -> None:
+    budget = RetryBudget()
+    while budget.take(1, tenant="a"):
+        pass
+    assert budget.left == budget.limit / 2
+    for _ in range(1000):
+        budget.add_request("a")
+    assert sum(budget.take(1, tenant="a") for _ in range(1000)) == budget.limit / 2
+
+
 def test_a_quiet_time_saves_up_retries_up_to_the_limit() -> None:
     budget = RetryBudget()
     for _ in range(1000):

@@ -13,7 +13,8 @@ which the dead ones refuse connections.
 A request may also be what its nodes die of. An engine that is lost *alone*, while the kvd of its
 host goes on answering, may have been lost because of the request; one that is lost with its host,
 its site or its link was not. A request that has lost two engines alone is refused, and so is the
-same request for a while (`kept_out`).
+same request for a while (`kept_out`). One whose fields two engines did not check in time is refused
+as well, but may come again: other requests may have kept them busy.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from prfaas.clock import Clock
 from prfaas.config.gateway import DEFAULTS
@@ -39,7 +40,7 @@ _LOG = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1.0  # sent to a client whose request has failed too often
 LOSSES_S = 0.5  # in which all processes of a cluster die
-MOST_LOST_ALONE = 2  # engines of one request
+MOST_LOST_ALONE = 2  # engines of one request, or late checks of its fields
 _KVD_POLLS = 1.5  # after which a kvd that lives has been heard
 _LOOK_S = 0.05  # how often it is looked up whether it has
 _HASHED_AT_ONCE_BYTES = 1 << 20  # hashing more would block the event loop: a thread does it
@@ -47,7 +48,9 @@ _HASHED_AT_ONCE_BYTES = 1 << 20  # hashing more would block the event loop: a th
 
 @dataclass(slots=True)
 class RetryBudget:
-    """The retries that all requests together may make. Pure."""
+    """The retries that all requests together may make. Of several tenants, which a gateway names by
+    tags, one may take half of what is saved up, and what its own requests add: its requests cannot
+    take the retries of others. Pure."""
 
     per_request: float = 0.2
     limit: float = 20.0  # the most that a quiet time saves up, and the amount at the start
@@ -57,19 +60,33 @@ class RetryBudget:
     refused_grants: int = 0  # after which a request tries again without taking a retry
     nodes_lost: int = 0  # requests that were refused because they have cost two nodes
     max_attempts: int = DEFAULTS.max_attempts  # of one request, including the first
+    # Of the tenants that have taken a part of their half.
+    _left_each: dict[str, float] = field(default_factory=dict)
 
-    def add_request(self) -> None:
+    def add_request(self, tenant: str = "") -> None:
         self.left = min(self.limit, self.left + self.per_request)
+        if tenant in self._left_each:
+            self._set_left(tenant, self._left_each[tenant] + self.per_request)
 
-    def take(self, attempts: int, *, known_fault: bool = False) -> bool:
+    def take(self, attempts: int, *, tenant: str = "", known_fault: bool = False) -> bool:
         """Whether a request that has made `attempts` attempts may make one more. `known_fault`: the
         latest has ended with others, because a node fell silent or died."""
-        if attempts >= self.max_attempts or (self.left < 1 and not known_fault):
+        mine = self._left_each.get(tenant, self.limit / 2) if tenant else self.left
+        if attempts >= self.max_attempts or (min(self.left, mine) < 1 and not known_fault):
             self.denied += 1
             return False
-        self.left -= 0 if known_fault else 1
+        if not known_fault:
+            self.left -= 1
+            if tenant:
+                self._set_left(tenant, mine - 1)
         self.spent += 1
         return True
+
+    def _set_left(self, tenant: str, left: float) -> None:
+        if left < self.limit / 2:
+            self._left_each[tenant] = left
+        else:
+            self._left_each.pop(tenant, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +133,7 @@ class Attempts:
         self._full: set[NodeId] = set()
         self.backoff_s = 0.0  # before the next attempt
         self._broken = 0  # connections to nodes
+        self._late = 0  # checks of its fields
         self._losses: list[_Loss] = []
         self._undecided: AttemptFailed | None = None  # `back_off` decides on the next attempt
 
@@ -144,8 +162,13 @@ class Attempts:
         is_free = (left or failure.unsent) and not self._failed_at.issuperset(failure.avoid)
         # A decode node that has refused to serve it alone has computed nothing, and does so once.
         is_free = is_free or failure.no_alone
+        self._late += failure.late
         if is_free:
             self._trace.attempts -= 1
+        elif failure.late and self._late >= MOST_LOST_ALONE:
+            raise RequestError(
+                503, "overloaded", str(failure), retry_after_s=RETRY_AFTER_S
+            ) from None
         elif self._record_loss(failure) and len(self._losses) >= MOST_LOST_ALONE:
             self._undecided = failure
         else:
@@ -159,7 +182,8 @@ class Attempts:
                 self.backoff_s = min(LOSSES_S, self.time_left_s())
 
     def _take_retry(self, failure: AttemptFailed, *, known_fault: bool) -> None:
-        if not self._budget.take(self._trace.attempts, known_fault=known_fault):
+        tenant = self._request.tenant_tag
+        if not self._budget.take(self._trace.attempts, tenant=tenant, known_fault=known_fault):
             raise RequestError(
                 503,
                 "upstream_failed",

@@ -93,7 +93,7 @@ class Dispatcher:
             raise RequestError(
                 503, "shutting_down", "the gateway is shutting down", retry_after_s=1.0
             )
-        self._budget.add_request()
+        self._budget.add_request(request.tenant_tag)
         number = next(self._ids)
         self._under_way[number] = asyncio.current_task()
         self._idle.clear()

@@ -52,9 +52,9 @@ _CONVERSATION = frozenset({"messages", "documents"})
 _LONGEST_CONVERSATION = 1 << 16
 _SHORT_CONVERSATION = ({"role": "user", "content": "a"},)
 _OF_THE_CONVERSATION = frozenset({"add_generation_prompt", "continue_final_message"})
-# Of these a trial request keeps nothing: it generates one token, and does not stream.
+# Of these a trial request keeps nothing: it generates one token of one answer, and does not stream.
 _OF_THE_ANSWER = frozenset(
-    {"max_tokens", "max_completion_tokens", "min_tokens", "stream", "stream_options"}
+    {"max_tokens", "max_completion_tokens", "min_tokens", "n", "stream", "stream_options"}
 )
 _SHOWN_CHARS = 100  # of a field's name
 TRIAL_S = 30.0  # a trial request waits in the engine's queue, and for the compilation of a grammar
@@ -120,7 +120,7 @@ class FieldChecks:
                 raise AttemptFailed(str(error), unsent=True) from None  # its kvd has left
             if isinstance(error, ResponseLate):
                 why = f"whether the engine accepts the request's fields is not known: {error}"
-                raise AttemptFailed(why, decode.node) from None
+                raise AttemptFailed(why, decode.node, late=True) from None
             lost = record_lost_engine(self._fleet, decode.node, error)
             if lost.unsent or lost.broke:
                 # An engine that was not asked has cost no attempt, such as one that restarts. One
