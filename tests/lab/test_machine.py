@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from prfaas.errors import InputError
-from prfaas.measure.machine import cpu_times
+from prfaas_lab.machine import cpu_times
 
 
 def test_the_busy_share_of_a_stretch_of_time(tmp_path: Path) -> None:

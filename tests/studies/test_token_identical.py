@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from prfaas.testing.token_identical import GeneratedTokens, assert_token_identical, compare
+from prfaas.studies.token_identical import GeneratedTokens, assert_token_identical, compare
 
 LOGITS = np.array([[3.0, 1.0, 0.0], [2.0, 1.999, 0.0], [0.0, 0.0, 5.0]], dtype=np.float32)
 REFERENCE = GeneratedTokens((0, 0, 2), LOGITS)

@@ -1,4 +1,4 @@
-"""`prfaas bench`: runs a benchmark of this checkout. Every benchmark prints JSON."""
+"""`python -m prfaas_lab bench`: runs a benchmark of this checkout. Every benchmark prints JSON."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from prfaas.errors import InputError
 @click.argument("name", required=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def bench(name: str | None, arguments: tuple[str, ...]) -> None:
-    """Run a benchmark of this checkout: prfaas bench NAME [ARGUMENTS].
+    """Run a benchmark of this checkout: python -m prfaas_lab bench NAME [ARGUMENTS].
 
     The benchmarks are the scripts in bench/. Without a NAME the command lists them. It passes all
-    ARGUMENTS to the benchmark: prfaas bench NAME --help shows what a benchmark accepts.
+    ARGUMENTS to the benchmark: python -m prfaas_lab bench NAME --help shows what it accepts.
     """
     folder = Path.cwd() / "bench"
     names = sorted(path.stem for path in folder.glob("*.py") if not path.stem.startswith("_"))
@@ -34,8 +34,8 @@ def bench(name: str | None, arguments: tuple[str, ...]) -> None:
     if name is None or name in ("-h", "--help"):
         click.echo(
             f"benchmarks: {', '.join(names)}\n"
-            "usage: prfaas bench NAME [ARGUMENTS]\n"
-            "help on one benchmark: prfaas bench NAME --help"
+            "usage: python -m prfaas_lab bench NAME [ARGUMENTS]\n"
+            "help on one benchmark: python -m prfaas_lab bench NAME --help"
         )
         return
     if name not in names:

@@ -1,4 +1,4 @@
-"""`prfaas soak`: serves traffic on real processes while a fault strikes every few seconds."""
+"""`python -m prfaas_lab soak`: serves traffic on real processes while faults strike."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import uvloop
 
 from prfaas.clock import MonotonicClock
 from prfaas.display.console import print_json
-from prfaas.faults.actors.situation import ACTORS, ActorName
-from prfaas.faults.catalogue import FAULTS
-from prfaas.faults.clusters.catalogue import CLUSTER_FAULTS, choose_faults
-from prfaas.faults.deployment import launched_fault_deployment
-from prfaas.faults.preparation import EMULATED_FILE, FaultEngine, prepare_fault_deployment
-from prfaas.faults.soak import Soak, SoakOptions, SoakReport, limit_tenants
 from prfaas.launch.attached_process import attached_prefix
 from prfaas.launch.children import ChildDied
 from prfaas.launch.preparation import CACHE
+from prfaas_lab.faults.actors.situation import ACTORS, ActorName
+from prfaas_lab.faults.catalogue import FAULTS
+from prfaas_lab.faults.clusters.catalogue import CLUSTER_FAULTS, choose_faults
+from prfaas_lab.faults.deployment import launched_fault_deployment
+from prfaas_lab.faults.preparation import EMULATED_FILE, FaultEngine, prepare_fault_deployment
+from prfaas_lab.faults.soak import Soak, SoakOptions, SoakReport, limit_tenants
 
 _OPTIONS = SoakOptions()
 _FAULTS = [fault.name for fault in (*FAULTS, *CLUSTER_FAULTS)]
@@ -134,11 +134,11 @@ def soak(
     memory and sockets do not grow, and the pool of every kvd is consistent.
 
     \b
-      prfaas soak --minutes 3
-      prfaas soak --minutes 30 --engine hf --out soak.json
-      prfaas soak --minutes 15 --no-faults --hostile
-      prfaas soak --minutes 3 --no-faults --kill-workers 10
-      prfaas soak --minutes 15 --deployment configs/two_by_two.toml
+      python -m prfaas_lab soak --minutes 3
+      python -m prfaas_lab soak --minutes 30 --engine hf --out soak.json
+      python -m prfaas_lab soak --minutes 15 --no-faults --hostile
+      python -m prfaas_lab soak --minutes 3 --no-faults --kill-workers 10
+      python -m prfaas_lab soak --minutes 15 --deployment configs/two_by_two.toml
     """
     folder = logs or Path(tempfile.mkdtemp(prefix="prfaas-soak-"))
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,8 @@
-"""Writes docs/api.md: every request parameter of OpenAI's two endpoints and of vLLM's extensions,
-and what becomes of it. The tables are made from the structs and lists that check requests.
-
-    python -m prfaas.node.served.reference > docs/api.md
+"""docs/api.md: every request parameter of OpenAI's two endpoints and of vLLM's extensions, and what
+becomes of it. The tables are made from the structs and lists that check requests.
 """
 
 from __future__ import annotations
-
-import sys
 
 import msgspec
 
@@ -177,7 +173,3 @@ def _origin(endpoint: Endpoint, name: str) -> str:
 def _only(values: tuple[object, ...]) -> str:
     shown = [f"`{msgspec.json.encode(value).decode()}`" for value in values]
     return f"only {' or '.join(shown)}" if shown else "refused"
-
-
-if __name__ == "__main__":
-    sys.stdout.write(reference())

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import sys
 import textwrap
 import types
 import typing
@@ -188,7 +187,3 @@ def _markdown(section: Section) -> str:
     for key in section.keys:
         lines.append(f"| `{key.name}` | {key.kind} | {key.default} | {key.meaning} |")
     return "\n".join([*lines, ""])
-
-
-if __name__ == "__main__":
-    sys.stdout.write(reference())

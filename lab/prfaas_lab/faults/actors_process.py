@@ -11,13 +11,13 @@ from pathlib import Path
 import msgspec
 
 from prfaas.errors import PeerError
-from prfaas.faults.actors.situation import ActorName, ActorsReport, KvdPlace, Situation
-from prfaas.faults.credentials import HOSTILE_TENANT
-from prfaas.faults.deployment import FaultDeployment
 from prfaas.interpreter import module_command
 from prfaas.launch.attached_process import PROGRAM
 from prfaas.launch.children import Child, Children, Command
 from prfaas.launch.services.hosts import list_hosts
+from prfaas_lab.faults.actors.situation import ActorName, ActorsReport, KvdPlace, Situation
+from prfaas_lab.faults.credentials import HOSTILE_TENANT
+from prfaas_lab.faults.deployment import FaultDeployment
 
 NAME = "actors"
 START_S = 60.0  # for imports on a busy machine
@@ -58,7 +58,7 @@ async def running_actors(
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # it holds keys
     with os.fdopen(descriptor, "wb") as opened:
         opened.write(msgspec.json.encode(situation))
-    arguments = [PROGRAM, *module_command("prfaas.faults.actors", str(file))]
+    arguments = [PROGRAM, *module_command("prfaas_lab.faults.actors", str(file))]
     # Not one of the deployment's children: their sockets and memory are measured.
     async with Children(folder, prefix) as children:
         child = await children.start(Command(NAME, arguments, _is_ready))

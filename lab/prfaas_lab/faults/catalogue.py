@@ -18,9 +18,9 @@ from typing import Any, Literal, TypeAlias
 
 from prfaas.cache.hashing import block_hashes
 from prfaas.errors import PeerError
-from prfaas.faults.deployment import LOOK_S, FaultDeployment
-from prfaas.faults.questions import Verdict
-from prfaas.faults.worker_processes import send_signal, workers_of
+from prfaas_lab.faults.deployment import LOOK_S, FaultDeployment
+from prfaas_lab.faults.questions import Verdict
+from prfaas_lab.faults.worker_processes import send_signal, workers_of
 
 Mend: TypeAlias = Callable[[], Awaitable[None]]
 Victim: TypeAlias = Callable[[FaultDeployment], Awaitable[str | None]]

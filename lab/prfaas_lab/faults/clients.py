@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import count
 
-from prfaas.faults.credentials import ORDINARY_TENANTS
-from prfaas.faults.deployment import FaultDeployment
-from prfaas.faults.downtimes import Downtimes, is_excused
-from prfaas.faults.questions import Question, Verdict, body, judge
 from prfaas.measure.client import TimedResponse
+from prfaas_lab.faults.credentials import ORDINARY_TENANTS
+from prfaas_lab.faults.deployment import FaultDeployment
+from prfaas_lab.faults.downtimes import Downtimes, is_excused
+from prfaas_lab.faults.questions import Question, Verdict, body, judge
 
 ATTEMPTS = 4  # of a client whose connections end before the first token
 _UNREACHED = "cannot connect"  # the gateway does not listen: it is down, or restarting

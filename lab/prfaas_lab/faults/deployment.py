@@ -26,13 +26,6 @@ import msgspec
 from prfaas.clock import MonotonicClock
 from prfaas.config import Deployment
 from prfaas.errors import PeerError, PeerHttpError
-from prfaas.faults.clusters.gateways import RunningGateways, start_gateways
-from prfaas.faults.clusters.layout import Layout
-from prfaas.faults.clusters.links import Links
-from prfaas.faults.credentials import ORDINARY_TENANTS, Credentials
-from prfaas.faults.downtimes import Downtimes
-from prfaas.faults.wall_clock import WallClock
-from prfaas.faults.worker_processes import name_workers
 from prfaas.http_client.client import HttpClient, open_client
 from prfaas.launch import commands
 from prfaas.launch.children import Child, Command
@@ -41,6 +34,13 @@ from prfaas.launch.request_outcomes import RequestOutcomes
 from prfaas.launch.services.hosts import EngineSpec, Host, list_hosts
 from prfaas.measure.client import CONNECT_S, Target
 from prfaas.security.shared_key import SharedKey, bearer
+from prfaas_lab.faults.clusters.gateways import RunningGateways, start_gateways
+from prfaas_lab.faults.clusters.layout import Layout
+from prfaas_lab.faults.clusters.links import Links
+from prfaas_lab.faults.credentials import ORDINARY_TENANTS, Credentials
+from prfaas_lab.faults.downtimes import Downtimes
+from prfaas_lab.faults.wall_clock import WallClock
+from prfaas_lab.faults.worker_processes import name_workers
 
 LOOK_S = 0.05  # between two polls
 PATIENCE_S = 120.0  # limit of every wait; engines import torch slowly on a busy machine

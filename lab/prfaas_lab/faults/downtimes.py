@@ -6,7 +6,7 @@ decoded it was. No other fault may make a request fail, however large the part t
 
 from __future__ import annotations
 
-from prfaas.faults.questions import Verdict
+from prfaas_lab.faults.questions import Verdict
 
 
 class Downtimes:

@@ -13,13 +13,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 
-from prfaas.faults.catalogue import TOKENS, Fault, strike_when_possible
-from prfaas.faults.clients import ClientResult, Clients, is_explained
-from prfaas.faults.deployment import LOOK_S, PATIENCE_S, FaultDeployment
-from prfaas.faults.downtimes import Downtimes
-from prfaas.faults.questions import Question, Verdict, learn_answer, prompt
-from prfaas.faults.resource_usage import wait_until_idle
 from prfaas.launch.request_outcomes import RequestOutcomes
+from prfaas_lab.faults.catalogue import TOKENS, Fault, strike_when_possible
+from prfaas_lab.faults.clients import ClientResult, Clients, is_explained
+from prfaas_lab.faults.deployment import LOOK_S, PATIENCE_S, FaultDeployment
+from prfaas_lab.faults.downtimes import Downtimes
+from prfaas_lab.faults.questions import Question, Verdict, learn_answer, prompt
+from prfaas_lab.faults.resource_usage import wait_until_idle
 
 MOMENT_S = 60.0  # limit of the wait for a process in the right state
 RETRIES = 10.0  # retry budget of a gateway before a fault: more than the requests in flight need

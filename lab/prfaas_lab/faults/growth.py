@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from prfaas.faults.resource_usage import ResourceUsage
+from prfaas_lab.faults.resource_usage import ResourceUsage
 
 WARM, WARM_S = 1 / 3, 600.0  # a kvd that was started again needs ten minutes to fill its stores
 BLOCK_S = 60.0  # lows of less rise and fall with the traffic of the moment

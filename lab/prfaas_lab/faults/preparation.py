@@ -15,8 +15,6 @@ import msgspec
 
 from prfaas.config import Deployment, load_deployment
 from prfaas.engine.emulated.pace import Scales
-from prfaas.faults.clusters.sizes import small_clusters, tiny_clusters
-from prfaas.faults.episode import Lengths
 from prfaas.launch.preparation import (
     TINY_DEVICE,
     LaunchOptions,
@@ -24,6 +22,8 @@ from prfaas.launch.preparation import (
     prepare_launch,
     tiny_deployment,
 )
+from prfaas_lab.faults.clusters.sizes import small_clusters, tiny_clusters
+from prfaas_lab.faults.episode import Lengths
 
 FaultEngine: TypeAlias = Literal["hf", "emulated"]
 EMULATED_FILE = Path("configs/case_study.toml")  # whose clusters are emulated if none is named

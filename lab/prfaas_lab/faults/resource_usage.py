@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from prfaas.faults.deployment import FaultDeployment
+from prfaas_lab.faults.deployment import FaultDeployment
 
 
 class ResourceUsage(NamedTuple):

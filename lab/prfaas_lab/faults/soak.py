@@ -24,22 +24,22 @@ import numpy as np
 from prfaas.config import Deployment
 from prfaas.config.gateway import TenantSection
 from prfaas.errors import PeerError
-from prfaas.faults.actors.situation import ActorName, ActorsReport
-from prfaas.faults.actors_process import ActorsProcess, running_actors
-from prfaas.faults.catalogue import Fault, Part, strike_when_possible
-from prfaas.faults.clients import ClientResult, Clients, is_explained
-from prfaas.faults.clusters.catalogue import choose_faults, draw_from, is_cluster_wide
-from prfaas.faults.credentials import ORDINARY_TENANTS
-from prfaas.faults.deployment import FaultDeployment
-from prfaas.faults.episode import Lengths
-from prfaas.faults.growth import Growth, Sample
-from prfaas.faults.questions import Question, Verdict, learn_answer, prompt
-from prfaas.faults.resource_usage import ResourceUsage, measure_usage, wait_until_idle
-from prfaas.faults.worker_processes import name_workers, send_signal
 from prfaas.launch.attached_process import attached_prefix
 from prfaas.launch.children import ChildDied
 from prfaas.launch.request_outcomes import RequestOutcome
 from prfaas.measure.client import Target
+from prfaas_lab.faults.actors.situation import ActorName, ActorsReport
+from prfaas_lab.faults.actors_process import ActorsProcess, running_actors
+from prfaas_lab.faults.catalogue import Fault, Part, strike_when_possible
+from prfaas_lab.faults.clients import ClientResult, Clients, is_explained
+from prfaas_lab.faults.clusters.catalogue import choose_faults, draw_from, is_cluster_wide
+from prfaas_lab.faults.credentials import ORDINARY_TENANTS
+from prfaas_lab.faults.deployment import FaultDeployment
+from prfaas_lab.faults.episode import Lengths
+from prfaas_lab.faults.growth import Growth, Sample
+from prfaas_lab.faults.questions import Question, Verdict, learn_answer, prompt
+from prfaas_lab.faults.resource_usage import ResourceUsage, measure_usage, wait_until_idle
+from prfaas_lab.faults.worker_processes import name_workers, send_signal
 
 TURNS = 3
 OUTPUT_TOKENS = (4, 8, 24)  # the longest answers stream for seconds

@@ -7,7 +7,7 @@ import shutil
 import struct
 from pathlib import Path
 
-from prfaas.faults import wall
+from prfaas_lab.faults import wall
 
 
 class WallClock:

@@ -20,8 +20,8 @@ from msgspec.structs import replace
 from scipy.optimize import least_squares
 
 from prfaas.estimator.efficiency import Efficiencies, ErrorParts, FixedTimes
-from prfaas.estimator.observations import Observation
 from prfaas.estimator.times import coefficients
+from prfaas_lab.fitting.observations import Observation
 
 Array: TypeAlias = npt.NDArray[np.float64]
 Selection: TypeAlias = Callable[[Observation], bool]

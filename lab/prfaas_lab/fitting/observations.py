@@ -13,10 +13,10 @@ from functools import cache
 from typing import Literal
 
 from prfaas.catalog import Catalog
-from prfaas.catalog.points import EngineClass, PointGroup, PointsFile, Use, builtin_points
-from prfaas.estimator.efficiency import Efficiencies
+from prfaas.estimator.efficiency import Efficiencies, EngineClass
 from prfaas.estimator.instance import Instance, with_weights
 from prfaas.estimator.times import Parts, decode_parts, pipelined_s, prefill_parts
+from prfaas_lab.fitting.points import PointGroup, PointsFile, Use, builtin_points
 
 # Lengths between which a run of one request shows the growth of attention.
 _SHORTEST_RUN = 16384

@@ -1,8 +1,8 @@
 """Published and measured times of models on accelerators, to which the estimator is fitted.
 
 A group is what one source prints for one instance: a list of values at some lengths and batches.
-Its `kind` says what a value is; conversions to seconds are in `prfaas.estimator.observations`, not
-in the file. The file also describes a few models and accelerators that points refer to and that the
+Its `kind` says what a value is; conversions to seconds are in `fitting/observations.py`, not in the
+file. The file also describes a few models and accelerators that points refer to and that the
 catalog does not offer for planning.
 """
 
@@ -21,6 +21,7 @@ from prfaas.catalog.provenance import Status
 from prfaas.catalog.shape import WeightFormat
 from prfaas.config.strict import decode, parse_toml
 from prfaas.errors import InputError
+from prfaas.estimator.efficiency import EngineClass
 
 # prefill_s:    seconds until the first token of one prompt.
 # prefill_rate: tokens (prompt and output_tokens) per second, with many prompts at once.
@@ -30,8 +31,6 @@ from prfaas.errors import InputError
 Kind: TypeAlias = Literal["prefill_s", "prefill_rate", "decode_s", "decode_rate", "run_rate"]
 # fit: the constants are fitted to it. check: it is only compared with; `reason` says why.
 Use: TypeAlias = Literal["fit", "check"]
-# Engines whose fixed time per prefill is similar (docs/estimates.md).
-EngineClass: TypeAlias = Literal["paper", "sglang", "vllm"]
 
 
 class PointGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -94,7 +93,7 @@ class PointsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @cache
 def builtin_points() -> PointsFile:
-    data = resources.files("prfaas.catalog") / "data" / "points.toml"
+    data = resources.files("prfaas_lab.fitting") / "data" / "points.toml"
     return parse_points(data.read_text(encoding="utf-8"), data.name)
 
 

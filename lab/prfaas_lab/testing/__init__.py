@@ -1,5 +1,5 @@
-"""Test doubles that ship with the product, so that users can test as the project does."""
+"""Test doubles, networks with loss, and vLLM servers, for tests and benchmarks."""
 
-from prfaas.testing.clock import FakeClock
+from prfaas_lab.testing.clock import FakeClock
 
 __all__ = ["FakeClock"]

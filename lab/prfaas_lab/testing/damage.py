@@ -47,8 +47,8 @@ from prfaas.kvd.engine_socket.messages import (
 )
 from prfaas.kvspec import Geometry, KVSpec, Linear, Segment, layer_parts, segment_bytes
 from prfaas.kvspec.geometry import dtype_bytes
-from prfaas.testing.ready_gate import ReadyGate
 from prfaas.types import CANONICAL, Compat
+from prfaas_lab.testing.ready_gate import ReadyGate
 
 # In the highest byte of a number, which begins with the sign and the exponent. It multiplies or
 # divides a bfloat16 or a float32 by 256, and makes no NaN of numbers between 1e-30 and 1e30.

@@ -1,6 +1,6 @@
 """A process that delays packets between two namespaces, with a TUN device in each of them.
 
-    python -m prfaas.testing.lossy_forwarder NAMESPACE DEVICE NAMESPACE DEVICE DELAY_S
+    python -m prfaas_lab.testing.lossy_forwarder NAMESPACE DEVICE NAMESPACE DEVICE DELAY_S
 
 It prints "ready" when both devices exist. Each line on standard input is a new delay in seconds.
 The process ends when its standard input ends, so it never outlives its parent. Packets have the
@@ -19,7 +19,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from prfaas.testing.netns import inside
+from prfaas_lab.testing.netns import inside
 
 _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 _IFF_TUN, _IFF_NO_PI, _IFF_VNET_HDR = 0x0001, 0x1000, 0x4000

@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import IO
 
 from prfaas.interpreter import module_command
-from prfaas.testing.netns import (
+from prfaas_lab.testing.netns import (
     COMMAND_TIMEOUT_S,
     NetworkError,
     add_namespace,
@@ -177,7 +177,7 @@ class LossyNet:
     def _start_forwarder(self) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             module_command(
-                "prfaas.testing.lossy_forwarder",
+                "prfaas_lab.testing.lossy_forwarder",
                 *(self._edge, "far0", self.far, "wan0", str(self._rtt_s / 2)),
             ),
             stdin=subprocess.PIPE,

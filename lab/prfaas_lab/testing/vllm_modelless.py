@@ -22,8 +22,8 @@ from prfaas.kvd.engine_socket.client import KvdClient
 from prfaas.kvd.engine_socket.leases import WriteLease
 from prfaas.kvd.engine_socket.messages import SegmentName
 from prfaas.kvspec import Segment
-from prfaas.testing.vllm_server import VllmServer
 from prfaas.types import Grant, NotNow
+from prfaas_lab.testing.vllm_server import VllmServer
 
 COMMIT_S = 60.0
 Recorded: TypeAlias = dict[Segment, bytes]  # one state of a model, by segment

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from prfaas.config.deployment import Deployment
 from prfaas.config.host import HostConfig
-from prfaas.config.reference import reference, sections
+from prfaas_lab.documents.configuration import reference, sections
 
-PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+PAGE = Path(__file__).parents[3] / "docs" / "configuration.md"
 
 
 def test_the_page_is_that_of_the_schema() -> None:

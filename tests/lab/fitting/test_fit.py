@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from prfaas.estimator.efficiency import Efficiencies, fitted
-from prfaas.estimator.fit import constants_of, error_parts, fit, unseen_errors, usable
-from prfaas.estimator.observations import Observation, builtin_observations
+from prfaas_lab.fitting.fit import constants_of, error_parts, fit, unseen_errors, usable
+from prfaas_lab.fitting.observations import Observation, builtin_observations
 from tests.benches import bench
 
 CASE = "case-study-1t"
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def flat(constants: Efficiencies) -> dict[str, float]:

@@ -7,17 +7,17 @@ from collections import Counter
 
 import pytest
 
-from prfaas.catalog.points import (
+from prfaas.errors import InputError
+from prfaas.estimator.efficiency import fitted
+from prfaas.estimator.times import decode_parts, prefill_parts
+from prfaas_lab.fitting.observations import Observation, builtin_observations, observations
+from prfaas_lab.fitting.points import (
     PointGroup,
     PointsFile,
     PointSource,
     builtin_points,
     parse_points,
 )
-from prfaas.errors import InputError
-from prfaas.estimator.efficiency import fitted
-from prfaas.estimator.observations import Observation, builtin_observations, observations
-from prfaas.estimator.times import decode_parts, prefill_parts
 from tests.estimator.instances import CATALOG, instance
 
 PLACE = instance("qwen3-4b", "h20", 1)

@@ -5,14 +5,14 @@ from pathlib import Path
 import numpy as np
 
 from prfaas.config import load_deployment
-from prfaas.demo.regions_case import arrivals_at, merged_first_tokens_s, regions_case
 from prfaas.engine.emulated.pace import Scales
 from prfaas.launch.scaling import smaller_deployment
 from prfaas.measure.open_loop import RequestResult
 from prfaas.scheduler.homes.plans import solve_network
 from prfaas.sim.arrivals import Arrivals, poisson_at_homes
+from prfaas_lab.studies.regions_case import arrivals_at, merged_first_tokens_s, regions_case
 
-TWO_BY_TWO = Path(__file__).parents[2] / "configs" / "two_by_two.toml"
+TWO_BY_TWO = Path(__file__).parents[3] / "configs" / "two_by_two.toml"
 SCALES = Scales(time=2.0, bytes=1 / 128, output=1 / 32)
 
 

@@ -16,7 +16,7 @@ from prfaas.config import load_deployment
 from prfaas.planner.network.problem import NetworkProblem
 from prfaas.planner.network.solve import NetworkPlanner
 from prfaas.studies.network_plans import NetworkStudy
-from prfaas.studies.regional_day import (
+from prfaas_lab.studies.regional_day import (
     RegionalDay,
     alone_for_the_same_money,
     draw_day,
@@ -26,7 +26,7 @@ from prfaas.studies.regional_day import (
 )
 from tests.benches import bench
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FILE = ROOT / "configs" / "four_by_three.toml"
 STUDY = bench("scale_study")
 DAY = RegionalDay(STUDY.UTC_OFFSETS_H, trough=0.4, busiest_hour=15.0)

@@ -7,7 +7,7 @@ from prfaas.cache.replay import block_hashes
 from prfaas.config.trace import TraceRow
 from prfaas.sim.arrivals import Arrivals
 from prfaas.sim.config import CacheConfig, SimConfig, link_id
-from prfaas.sim.stress import STRESSES, burst, hot_prefix, node_lost, sagging_link
+from prfaas_lab.studies.stress import STRESSES, burst, hot_prefix, node_lost, sagging_link
 from tests.planner.builders import problem
 
 PROBLEM = problem()

@@ -1,4 +1,4 @@
-"""`python -m prfaas.faults.actors FILE`: all hostile actors, until SIGTERM.
+"""`python -m prfaas_lab.faults.actors FILE`: all hostile actors, until SIGTERM.
 
 FILE is a `Situation` in JSON. The report is written at the end, into the file that the situation
 names.
@@ -18,15 +18,15 @@ from typing import Any
 import msgspec
 import uvloop
 
-from prfaas.faults.actors.budget import CpuBudget
-from prfaas.faults.actors.connections import Network
-from prfaas.faults.actors.grants import Grants
-from prfaas.faults.actors.lanes import Lane, run_lanes
-from prfaas.faults.actors.member import HostileMember
-from prfaas.faults.actors.peer_commands import PeerCommands
-from prfaas.faults.actors.peer_frames import PeerFrames
-from prfaas.faults.actors.situation import ActorName, ActorsReport, Census, Situation
-from prfaas.faults.actors.tenant import HostileTenant
+from prfaas_lab.faults.actors.budget import CpuBudget
+from prfaas_lab.faults.actors.connections import Network
+from prfaas_lab.faults.actors.grants import Grants
+from prfaas_lab.faults.actors.lanes import Lane, run_lanes
+from prfaas_lab.faults.actors.member import HostileMember
+from prfaas_lab.faults.actors.peer_commands import PeerCommands
+from prfaas_lab.faults.actors.peer_frames import PeerFrames
+from prfaas_lab.faults.actors.situation import ActorName, ActorsReport, Census, Situation
+from prfaas_lab.faults.actors.tenant import HostileTenant
 
 END_S = 4.0  # for each part of the end; the soak kills the process after 10 s
 READY = '{"ready":"actors"}'

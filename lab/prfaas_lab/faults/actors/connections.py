@@ -15,8 +15,8 @@ from contextlib import asynccontextmanager
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from prfaas.faults.actors.budget import CpuBudget
-from prfaas.faults.actors.situation import Census
+from prfaas_lab.faults.actors.budget import CpuBudget
+from prfaas_lab.faults.actors.situation import Census
 
 # A peer on another host has another address than the deployment's processes.
 SOURCE = "127.0.0.66"

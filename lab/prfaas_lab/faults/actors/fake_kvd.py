@@ -27,11 +27,11 @@ from prfaas.contracts.kvd_api import (
     Role,
     shapes_of,
 )
-from prfaas.faults.actors.connections import SOURCE, Network
-from prfaas.faults.actors.mutations import mutate_json
 from prfaas.kvspec import FullAttention, KVSpec, LinearState
 from prfaas.security.shared_key import SharedKey
 from prfaas.types import Compat, LinkStats, NodeId
+from prfaas_lab.faults.actors.connections import SOURCE, Network
+from prfaas_lab.faults.actors.mutations import mutate_json
 
 Manner: TypeAlias = Literal[
     "malformed",

@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 
 from prfaas.contracts.kvd_api import KvdReport, OpenTransfer
-from prfaas.faults.actors.connections import Network, http_request, place_of, write
-from prfaas.faults.actors.situation import KvdPlace
 from prfaas.types import Compat, Grant, TransferId
+from prfaas_lab.faults.actors.connections import Network, http_request, place_of, write
+from prfaas_lab.faults.actors.situation import KvdPlace
 
 GRANT_S = 60.0  # a grant that is not used ends after this (`kvd.timeouts.grant_s`)
 MOST_GRANTS = 4  # of one kvd at a time

@@ -7,7 +7,7 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
-from prfaas.faults.actors.connections import Network
+from prfaas_lab.faults.actors.connections import Network
 
 PAUSE_S = 0.05  # between two deeds of a lane: a server that refuses at once is not asked in a loop
 

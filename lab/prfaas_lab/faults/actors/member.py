@@ -8,7 +8,8 @@ import random
 import msgspec
 
 from prfaas.contracts.kvd_api import Heartbeat
-from prfaas.faults.actors.connections import (
+from prfaas.security.shared_key import SharedKey
+from prfaas_lab.faults.actors.connections import (
     SOURCE,
     Network,
     byte_by_byte,
@@ -16,11 +17,10 @@ from prfaas.faults.actors.connections import (
     http_request,
     place_of,
 )
-from prfaas.faults.actors.fake_kvd import MANNERS, FakeKvd
-from prfaas.faults.actors.lanes import Lane, run_lanes
-from prfaas.faults.actors.mutations import mutate_json
-from prfaas.faults.actors.situation import Situation
-from prfaas.security.shared_key import SharedKey
+from prfaas_lab.faults.actors.fake_kvd import MANNERS, FakeKvd
+from prfaas_lab.faults.actors.lanes import Lane, run_lanes
+from prfaas_lab.faults.actors.mutations import mutate_json
+from prfaas_lab.faults.actors.situation import Situation
 
 REGISTER = "/prfaas/v1/register"
 HEARTBEAT_S = 2.0

@@ -12,18 +12,18 @@ import uuid
 import msgspec
 
 from prfaas.contracts.kvd_api import OpenTransfer
-from prfaas.faults.actors.connections import (
+from prfaas.types import Compat, Grant, TransferId
+from prfaas_lab.faults.actors.connections import (
     Network,
     byte_by_byte,
     http_head,
     http_request,
     place_of,
 )
-from prfaas.faults.actors.grants import ANSWER_S, GRANT_BLOCKS, Grants, open_body
-from prfaas.faults.actors.lanes import Lane
-from prfaas.faults.actors.mutations import mutate_json
-from prfaas.faults.actors.situation import KvdPlace
-from prfaas.types import Compat, Grant, TransferId
+from prfaas_lab.faults.actors.grants import ANSWER_S, GRANT_BLOCKS, Grants, open_body
+from prfaas_lab.faults.actors.lanes import Lane
+from prfaas_lab.faults.actors.mutations import mutate_json
+from prfaas_lab.faults.actors.situation import KvdPlace
 
 LONG_POLL_S = 90.0
 MOST_HASHES = 170_000  # more do not fit into a body that a kvd reads

@@ -9,11 +9,6 @@ import uuid
 from collections.abc import Iterable
 
 from prfaas.errors import WireError
-from prfaas.faults.actors.connections import Network, Place, byte_by_byte, place_of, write
-from prfaas.faults.actors.grants import Grants
-from prfaas.faults.actors.lanes import Lane
-from prfaas.faults.actors.mutations import mutate_bytes
-from prfaas.faults.actors.situation import KvdPlace
 from prfaas.transport.messages import HELLO, Manifest, ManifestSegment, Reason, encode
 from prfaas.transport.wire import (
     HEADER_BYTES,
@@ -25,6 +20,11 @@ from prfaas.transport.wire import (
     encode_message,
     parse_header,
 )
+from prfaas_lab.faults.actors.connections import Network, Place, byte_by_byte, place_of, write
+from prfaas_lab.faults.actors.grants import Grants
+from prfaas_lab.faults.actors.lanes import Lane
+from prfaas_lab.faults.actors.mutations import mutate_bytes
+from prfaas_lab.faults.actors.situation import KvdPlace
 
 UNPROVEN_S = 30.0  # a connection without a grant must end within this; the listener's limit is 10 s
 MEASURED_S = 210.0  # and a path check within this; its limit is 180 s

@@ -10,8 +10,8 @@ from itertools import count
 from typing import cast
 
 from prfaas.config.gateway import GatewayTimeouts
-from prfaas.faults.actors import bodies
-from prfaas.faults.actors.connections import (
+from prfaas_lab.faults.actors import bodies
+from prfaas_lab.faults.actors.connections import (
     OVERDUE,
     Network,
     byte_by_byte,
@@ -20,7 +20,7 @@ from prfaas.faults.actors.connections import (
     place_of,
     write,
 )
-from prfaas.faults.actors.lanes import Lane
+from prfaas_lab.faults.actors.lanes import Lane
 
 COMPLETIONS, TOKENIZE = "/v1/completions", "/tokenize"
 _TIMEOUTS = GatewayTimeouts()

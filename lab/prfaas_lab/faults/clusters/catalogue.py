@@ -14,7 +14,7 @@ from functools import partial
 
 from prfaas.contracts.gateway_api import DRAIN_PATH
 from prfaas.errors import InputError, PeerError
-from prfaas.faults.catalogue import (
+from prfaas_lab.faults.catalogue import (
     FAULTS,
     STREAMED_TOKENS,
     Fault,
@@ -23,8 +23,8 @@ from prfaas.faults.catalogue import (
     killed,
     running,
 )
-from prfaas.faults.deployment import FaultDeployment, planning_gateways
-from prfaas.faults.questions import Verdict
+from prfaas_lab.faults.deployment import FaultDeployment, planning_gateways
+from prfaas_lab.faults.questions import Verdict
 
 OUT_S = 10.0  # for which a cluster is gone: requests have to be served without it
 # Longer than the planning lease, so that another gateway plans before this one returns.
