@@ -30,7 +30,7 @@ def files_named(path: str) -> list[Path]:
     roots = (SOURCE, LABORATORY, ROOT, ROOT / "tests", ROOT / "bench", ROOT / "src")
     found = [root / path for root in roots if (root / path).is_file()]
     if not found and "/" not in path:
-        found = sorted(SOURCE.rglob(path))
+        found = sorted([*SOURCE.rglob(path), *LABORATORY.rglob(path)])
     return found
 
 

@@ -20,10 +20,8 @@ DOCS = Path(__file__).parents[3] / "docs"
 
 def test_help_teaches(lab: Run) -> None:
     assert "which benchmarks are there?" in lab("--help").out
-    for name, summary in COMMANDS.items():
-        shown = lab(name, "--help").out
-        assert "python -m prfaas_lab" in shown
-        assert name == "bench" or summary.split(",")[0].removesuffix(".") in shown
+    for name in COMMANDS:
+        assert f"python -m prfaas_lab {name}" in lab(name, "--help").out
 
 
 def test_pages_of_the_schema_are_printed(lab: Run) -> None:
