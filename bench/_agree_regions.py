@@ -19,7 +19,6 @@ from rich.console import Console
 from rich.table import Table
 
 from prfaas.config import Deployment, load_deployment
-from prfaas.demo.regions_case import Link, RegionsCase, regions_case, run_regions_load
 from prfaas.demo.shared import Check, RelayReader, run_watched
 from prfaas.demo.small_case import (
     FirstTokenStats,
@@ -34,13 +33,14 @@ from prfaas.engine.emulated.pace import Scales
 from prfaas.launch.attached_process import attached_prefix
 from prfaas.launch.deployment import launched_hosts
 from prfaas.launch.scaling import smaller_deployment
-from prfaas.measure.machine import cpu_times
 from prfaas.scheduler.homes.plans import solve_network
 from prfaas.scheduler.homes.round_trips import round_trips
 from prfaas.sim.arrivals import Arrivals, poisson_at_homes
 from prfaas.sim.config import SimConfig
 from prfaas.sim.results.result import Result
 from prfaas.sim.run import simulate
+from prfaas_lab.machine import cpu_times
+from prfaas_lab.studies.regions_case import Link, RegionsCase, regions_case, run_regions_load
 
 TWO_BY_TWO = Path(__file__).parents[1] / "configs" / "two_by_two.toml"
 SHARE = 0.5  # of the instances and of the bandwidth: 13 hosts

@@ -27,8 +27,8 @@ import msgspec
 from prfaas.contracts.kvd_api import KvdReport
 from prfaas.contracts.readiness import GatewayReady, KvdReady, NodeReady, Ready, parse_readiness
 from prfaas.launch.attached_process import PROGRAM, attached_prefix
-from prfaas.testing.vllm_configurations import ServedModel, configuration_named, transfer_config
-from prfaas.testing.vllm_server import VllmServer, start_vllm
+from prfaas_lab.testing.vllm_configurations import ServedModel, configuration_named, transfer_config
+from prfaas_lab.testing.vllm_server import VllmServer, start_vllm
 
 NODE = "node"
 NEW_TOKENS = 24

@@ -1,4 +1,4 @@
-"""Part `compare` of `prfaas bench gpu`: `prfaas handoff --compare` on many prompts, and on a state
+"""Part `compare` of `bench/gpu.py`: `prfaas handoff --compare` on many prompts, and on a state
 with changed exponent bits."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from prfaas.clock import MonotonicClock
 from prfaas.errors import EngineError
 from prfaas.launch.attached_process import attached_kvd
 from prfaas.studies.single_handoff import HandoffReport, HandoffRequest, NodePair, run_handoff
-from prfaas.testing.damage import DamageGate, HeadOfLayer
+from prfaas_lab.testing.damage import DamageGate, HeadOfLayer
 
 PROMPTS, SMALL_PROMPTS = 20, 4
 SHORTEST, LONGEST = 200, 20_000

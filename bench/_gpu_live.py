@@ -1,4 +1,4 @@
-"""Part `live` of `prfaas bench gpu`: hand-offs between two nodes on one device, token by token."""
+"""Part `live` of `bench/gpu.py`: hand-offs between two nodes on one device, token by token."""
 
 from __future__ import annotations
 

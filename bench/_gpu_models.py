@@ -1,4 +1,4 @@
-"""The models of `prfaas bench gpu`: their configs, and a checkpoint with drawn weights.
+"""The models of `bench/gpu.py`: their configs, and a checkpoint with drawn weights.
 
 The hybrid has Kimi-Linear's shape with 8 experts instead of 256, of which a token uses 8 as in the
 full model: 6.9 GB in bfloat16, and the arithmetic of one token is the full model's. The dense model

@@ -1,5 +1,5 @@
 """Two `prfaas node` processes with one checkpoint on one device, for several parts of
-`prfaas bench gpu`.
+`bench/gpu.py`.
 
     NodeRack ── checkpoint (made once) ── node 0 (empty kernel cache) ── node 1 (kernels of node 0)
 """

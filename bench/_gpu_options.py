@@ -1,4 +1,4 @@
-"""The options that every part of `prfaas bench gpu` has."""
+"""The options that every part of `bench/gpu.py` has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Part `prefill` of `prfaas bench gpu`: what exporting into a kvd's arena adds to a prefill."""
+"""Part `prefill` of `bench/gpu.py`: what exporting into a kvd's arena adds to a prefill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Part `start` of `prfaas bench gpu`: how soon a node is ready, and how soon it answers then."""
+"""Part `start` of `bench/gpu.py`: how soon a node is ready, and how soon it answers then."""
 
 from __future__ import annotations
 

@@ -20,7 +20,6 @@ from _lost_requests import GatewayLines, Load, Loss
 from _lost_watch import Watch, beside
 from prfaas.clock import Clock, MonotonicClock
 from prfaas.contracts.gateway_api import DRAIN_PATH, SetDrain
-from prfaas.demo.regions_case import RegionsCase
 from prfaas.demo.shared import run_watched
 from prfaas.launch import commands
 from prfaas.launch.attached_process import attached_prefix
@@ -28,6 +27,7 @@ from prfaas.launch.children import Command
 from prfaas.launch.deployment import RunningDeployment, launched_gateway, launched_hosts
 from prfaas.launch.services.hosts import EngineSpec, Host, list_hosts
 from prfaas.measure.client import Target, connect
+from prfaas_lab.studies.regions_case import RegionsCase
 
 START_S = 180.0  # for processes to start on a busy machine
 POLL_S = 0.2

@@ -1,4 +1,4 @@
-"""The two processes of `prfaas bench transport`: one sends and one receives, each with its own
+"""The two processes of `bench/transport.py`: one sends and one receives, each with its own
 region of memory, which is larger than any CPU cache."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `prfaas bench transport` prints: medians, ratios to the peers, and the machine."""
+"""What `bench/transport.py` prints: medians, ratios to the peers, and the machine."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ from typing import NamedTuple
 from _engine_rack import PROCESS_BYTES, Child, await_memory, await_server, end, post, say
 from prfaas.contracts.readiness import KvdReady
 from prfaas.launch.attached_process import PROGRAM, attached_prefix
-from prfaas.testing.vllm_configurations import transfer_config
-from prfaas.testing.vllm_server import start_vllm
+from prfaas_lab.testing.vllm_configurations import transfer_config
+from prfaas_lab.testing.vllm_server import start_vllm
 
 ARCH = "falcon-h1"  # Mamba-2 and attention: vLLM computes it on a CPU
 BLOCK_TOKENS = 128  # of vLLM's blocks, and of prefixes in either form

@@ -1,7 +1,8 @@
 """Agents on the case study's hardware, simulated with and without kept answers.
 
 \b
-    prfaas bench agents [--sessions 200] [--load 0.8] [--policy adaptive] [--no-link-back]
+    python -m prfaas_lab bench agents [--sessions 200] [--load 0.8] [--policy adaptive]
+                                      [--no-link-back]
 
 The traffic is made from a seed (`_agent_traffic.py`): every prompt contains the answer to the one
 before. All runs of a seed get the same requests at the same times:

@@ -2,8 +2,8 @@
 
 \b
     make agree
-    prfaas bench agree [--case case_study|two_by_two] [--requests N] [--time-scale X]
-                       [--byte-scale 0.0078125] [--output-scale 0.03125] [--json]
+    python -m prfaas_lab bench agree [--case case_study|two_by_two] [--requests N] [--time-scale X]
+                                     [--byte-scale 0.0078125] [--output-scale 0.03125] [--json]
 
 Processes stand in for the paper's hardware: emulated engines, kvds, a relay for the WAN and a
 gateway. Three scale factors make it small. Three deployments run: PrfaaS-PD, homogeneous PD and
@@ -39,7 +39,6 @@ from rich.table import Table
 import _agree_regions
 from _agree_regions import two_by_two
 from prfaas.config import load_deployment
-from prfaas.demo.regions_case import RegionsCase
 from prfaas.demo.shared import Check, RelayReader, run_watched
 from prfaas.demo.small_case import (
     SYSTEMS,
@@ -60,13 +59,14 @@ from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import InputError
 from prfaas.launch.attached_process import attached_prefix
 from prfaas.launch.deployment import RunningHosts, launched_hosts
-from prfaas.measure.machine import cpu_times
 from prfaas.scheduler.plan import find_optimum
 from prfaas.sim.arrivals import Arrivals, poisson
 from prfaas.sim.config import SimConfig, link_id
 from prfaas.sim.results.result import Result
 from prfaas.sim.run import simulate
 from prfaas.studies.plan_comparison import read_published
+from prfaas_lab.machine import cpu_times
+from prfaas_lab.studies.regions_case import RegionsCase
 
 CASE_STUDY = Path(__file__).parents[1] / "configs" / "case_study.toml"
 PUBLISHED = CASE_STUDY.with_suffix(".published.toml")

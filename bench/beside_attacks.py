@@ -27,15 +27,15 @@ import numpy as np
 import uvloop
 
 from prfaas.display.console import print_json, run_benchmark
-from prfaas.faults.actors import bodies
-from prfaas.faults.actors.tenant import IDLE
-from prfaas.faults.actors_process import running_actors
-from prfaas.faults.deployment import FaultDeployment, launched_fault_deployment
-from prfaas.faults.preparation import FaultEngine, prepare_fault_deployment
-from prfaas.faults.resource_usage import wait_until_idle
-from prfaas.faults.soak import limit_tenants
 from prfaas.launch.attached_process import attached_prefix
 from prfaas.launch.preparation import CACHE
+from prfaas_lab.faults.actors import bodies
+from prfaas_lab.faults.actors.tenant import IDLE
+from prfaas_lab.faults.actors_process import running_actors
+from prfaas_lab.faults.deployment import FaultDeployment, launched_fault_deployment
+from prfaas_lab.faults.preparation import FaultEngine, prepare_fault_deployment
+from prfaas_lab.faults.resource_usage import wait_until_idle
+from prfaas_lab.faults.soak import limit_tenants
 
 CASE_STUDY = Path(__file__).parents[1] / "configs" / "case_study.toml"
 MOST_RATIO = 1.5

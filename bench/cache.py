@@ -1,9 +1,11 @@
 """Hit rates of the hybrid prefix pool on a trace in Mooncake's format (no tensors).
 
 \b
-    prfaas bench cache --trace FILE --model NAME --capacity-gb N|inf [--checkpoints ...] --json
-    prfaas bench cache --trace FILE --trace FILE --model NAME --plot docs/img/hybrid-cache.png
-    prfaas bench cache --trace FILE --trace FILE --model NAME --keep-answers
+    python -m prfaas_lab bench cache --trace FILE --model NAME --capacity-gb N|inf
+                                     [--checkpoints ...] --json
+    python -m prfaas_lab bench cache --trace FILE --trace FILE --model NAME \\
+        --plot docs/img/hybrid-cache.png
+    python -m prfaas_lab bench cache --trace FILE --trace FILE --model NAME --keep-answers
 
 The first form prints one result. The second form replays each trace at infinite capacity and at
 25%, 10% and 5% of the working set (the peak bytes at infinite capacity), draws the figure and

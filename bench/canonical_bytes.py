@@ -1,13 +1,14 @@
 """Do vLLM servers of several shapes send the same canonical bytes for the same prompt?
 
 \b
-    prfaas bench canonical_bytes --python .venv-vllm/bin/python [--dtype bfloat16]
-                                 [--models falcon-h1] [--configurations tp1,b64,ds,tp2]
-                                 [--lengths 65,129,300] [--head-size 80]
+    python -m prfaas_lab bench canonical_bytes --python .venv-vllm/bin/python [--dtype bfloat16]
+                                               [--models falcon-h1]
+                                               [--configurations tp1,b64,ds,tp2]
+                                               [--lengths 65,129,300] [--head-size 80]
 
 vLLM servers on the CPU, one after the other, prefill the same prompts and hand them over to a kvd
 at which an engine without a model is registered. That engine reads the bytes of the committed
-transfers. They are compared with those of the first configuration (`prfaas bench pairs --help` says
+transfers. They are compared with those of the first configuration (`bench/pairs.py --help` says
 what the names of configurations mean). Prints JSON; for each model and configuration:
 
 \b
@@ -71,7 +72,7 @@ from prfaas.errors import InputError
 from prfaas.kvspec import Geometry, Linear, Segment, build_spec, layer_parts
 from prfaas.kvspec.parts import Part
 from prfaas.launch.attached_process import PROGRAM, attached_prefix
-from prfaas.testing.vllm_configurations import (
+from prfaas_lab.testing.vllm_configurations import (
     MAX_TOKENS,
     SERVED_MODELS,
     ServedModel,
@@ -79,8 +80,8 @@ from prfaas.testing.vllm_configurations import (
     configuration_named,
     transfer_config,
 )
-from prfaas.testing.vllm_modelless import ModellessEngine, Recorded
-from prfaas.testing.vllm_server import start_vllm
+from prfaas_lab.testing.vllm_modelless import ModellessEngine, Recorded
+from prfaas_lab.testing.vllm_server import start_vllm
 
 LENGTHS = (65, 129, 300)
 CONFIGURATIONS = ("tp1", "b64", "ds", "tp2")

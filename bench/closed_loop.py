@@ -1,8 +1,8 @@
 """Closed-loop load on the deployment of `prfaas up`: does a policy use both prefill nodes?
 
 \b
-    prfaas bench closed_loop [--policy adaptive --policy paper] [--streams 4] [--requests 40]
-                             [--tokens 700] [--output 16] [--rounds 2]
+    python -m prfaas_lab bench closed_loop [--policy adaptive --policy paper] [--streams 4]
+                                           [--requests 40] [--tokens 700] [--output 16] [--rounds 2]
 
 The deployment is the one that `prfaas up` starts: a tiny model on one PrfaaS node, one local
 prefill node and one local decode node, with a WAN between the clusters. Each stream sends a prompt

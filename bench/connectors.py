@@ -1,7 +1,8 @@
 """The same hand-offs between the same vLLM servers, with PrfaasConnector and with NixlConnector.
 
 \b
-    prfaas bench connectors --python .venv-vllm/bin/python [--models qwen3] [--tokens 2000]
+    python -m prfaas_lab bench connectors --python .venv-vllm/bin/python [--models qwen3]
+                                          [--tokens 2000]
 
 Two vLLM servers on the CPU (float32, no prefix cache, one thread each) receive the same prompts
 with one connector at a time: PrfaasConnector with a kvd per server, or vLLM's NixlConnector (UCX,
@@ -42,8 +43,8 @@ from prfaas.contracts.kvd_api import OpenTransfer
 from prfaas.contracts.readiness import KvdReady, parse_readiness
 from prfaas.engine.checkpoint.architectures import Size
 from prfaas.engine.checkpoint.make import make_checkpoint
-from prfaas.testing.vllm_server import VllmServer, await_health, start_vllm
 from prfaas.types import Compat
+from prfaas_lab.testing.vllm_server import VllmServer, await_health, start_vllm
 
 # vLLM's CPU attention requires head sizes that are multiples of 32; the tiny qwen3's is not one.
 MODELS: dict[str, Size] = {"qwen3": "small", "gemma3": "tiny", "falcon-h1": "tiny"}

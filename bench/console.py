@@ -1,7 +1,7 @@
 """What open consoles cost the gateway.
 
 \b
-    prfaas bench console [--nodes 200] [--watchers 10] [--rate 5] [--rounds 5]
+    python -m prfaas_lab bench console [--nodes 200] [--watchers 10] [--rate 5] [--rounds 5]
 
 A real gateway with `--console` serves stand-in nodes (`bench/_null_node.py`, all in one process)
 under a steady load. Each of --watchers clients reads the console's stream, as an open page does.

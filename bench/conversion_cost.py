@@ -1,8 +1,9 @@
 """How much of a prefill's time does the connector take, in the native and in the canonical form?
 
 \b
-    prfaas bench conversion_cost --python .venv-vllm/bin/python [--models falcon-h1]
-                                 [--lengths 256,1024,1900] [--rounds 9] [--before FOLDER]
+    python -m prfaas_lab bench conversion_cost --python .venv-vllm/bin/python [--models falcon-h1]
+                                               [--lengths 256,1024,1900] [--rounds 9]
+                                               [--before FOLDER]
 
 vLLM engines on the CPU (float32, one thread, chunks of 256 tokens) prefill the same number of
 tokens in turns: one without a connector (`none`), one that hands over in the native form, one in
@@ -49,7 +50,7 @@ from prfaas.contracts.readiness import KvdReady
 from prfaas.display.console import print_json, run_benchmark
 from prfaas.engine.checkpoint.make import make_checkpoint
 from prfaas.errors import InputError
-from prfaas.testing.vllm_configurations import CHUNK_TOKENS, MAX_TOKENS, SERVED_MODELS
+from prfaas_lab.testing.vllm_configurations import CHUNK_TOKENS, MAX_TOKENS, SERVED_MODELS
 
 LENGTHS = (256, 1024, 1900)
 ROUNDS = 9

@@ -1,6 +1,6 @@
 """The rate at which caches are converted to the canonical form and back.
 
-    prfaas bench convert [--seconds 0.5] [--cpu-only] [--gpu-only] [--gpu-tokens 8192]
+    python -m prfaas_lab bench convert [--seconds 0.5] [--cpu-only] [--gpu-only] [--gpu-tokens 8192]
 
 CPU: save and load of one layer of 4,096 tokens (8 heads of 128 dims) in each packing, beside a
 plain copy of as many bytes. GPU, where there is one: caches shaped like vLLM's, in 16-token blocks

@@ -1,7 +1,7 @@
 """The time of greedy decode steps of the embedded engine, compared with another checkout.
 
 \b
-    prfaas bench decode_step --against ../other-checkout [--rounds 15] [--batches 1,8]
+    python -m prfaas_lab bench decode_step --against ../other-checkout [--rounds 15] [--batches 1,8]
 
 Runs an engine of each checkout in a process with one thread, on the same checkpoint (as `prfaas
 model make` makes it, tiny). The engines take turns, so that other load on the machine affects both.

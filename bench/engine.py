@@ -1,7 +1,7 @@
 """The cost of exporting KV during a prefill, and the gain from batched decode, on small models.
 
 \b
-    prfaas bench engine [--tokens 2048] [--batch 16] [--rounds 7]
+    python -m prfaas_lab bench engine [--tokens 2048] [--batch 16] [--rounds 7]
 
 The benchmark makes the models (as `prfaas model make` does, hidden size 256). Every round measures
 both variants of a pair, and the results are medians. Prints JSON, per model: `export_overhead`

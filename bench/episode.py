@@ -1,7 +1,7 @@
 """The short-term loop against a static threshold while the WAN slows to a twentieth under load.
 
 \b
-    prfaas bench episode [--policy adaptive] [--gbps 10] [--load 0.4] [--share 0.05]
+    python -m prfaas_lab bench episode [--policy adaptive] [--gbps 10] [--load 0.4] [--share 0.05]
 
 Processes stand in for the case study's hardware (emulated engines, kvds, a relay for the WAN, a
 gateway). Times are not scaled; bytes and output tokens are. Every run serves the same list of

@@ -1,9 +1,9 @@
 """Fits the constants of the estimator and shows how far its estimates are off.
 
 \b
-    prfaas bench estimates                 # prints constants, errors and the case study as JSON
-    prfaas bench estimates --write         # also writes the constants into the package
-    prfaas bench estimates --docs docs     # also writes the tables of docs/estimates.md
+    python -m prfaas_lab bench estimates              # constants, errors, the case study as JSON
+    python -m prfaas_lab bench estimates --write      # also writes the constants into the package
+    python -m prfaas_lab bench estimates --docs docs  # also writes the tables of docs/estimates.md
 
 Errors are those of estimates by constants that have not seen the model, the accelerator, or both.
 """
@@ -28,7 +28,11 @@ from prfaas.catalog import Catalog
 from prfaas.config import Deployment
 from prfaas.config.deployment_file import load_deployment
 from prfaas.estimator.efficiency import Efficiencies, fitted
-from prfaas.estimator.fit import (
+from prfaas.estimator.instance import Instance
+from prfaas.estimator.profile import estimated_profile
+from prfaas.estimator.times import prefill_s
+from prfaas.studies.problem_files import Study
+from prfaas_lab.fitting.fit import (
     Hidden,
     Kind,
     Selection,
@@ -37,11 +41,7 @@ from prfaas.estimator.fit import (
     unseen_errors,
     usable,
 )
-from prfaas.estimator.instance import Instance
-from prfaas.estimator.observations import Observation, builtin_observations
-from prfaas.estimator.profile import estimated_profile
-from prfaas.estimator.times import prefill_s
-from prfaas.studies.problem_files import Study
+from prfaas_lab.fitting.observations import Observation, builtin_observations
 
 ROOT = Path(__file__).parents[1]
 CONSTANTS = ROOT / "src" / "prfaas" / "estimator" / "data" / "efficiencies.toml"
@@ -51,7 +51,7 @@ CASE_CONTEXT = 27998  # mean tokens of a decoding sequence: the mean prompt and 
 PUBLISHED = {"threshold_tokens": 19_400, "gain": 1.54, "lambda_max_rps": 3.24}
 HEADER = (
     "# Constants of the estimator, fitted to points.toml and profiles.toml; docs/estimates.md\n"
-    "# explains them. Written by `prfaas bench estimates --write`; do not edit.\n"
+    "# explains them. Written by `python -m prfaas_lab bench estimates --write`; do not edit.\n"
 )
 Errors = Sequence[tuple[Observation, float]]
 Row = dict[str, Any]

@@ -1,7 +1,7 @@
 """Plans and simulates the example deployments, and writes the results into docs/examples.md.
 
 \b
-    prfaas bench examples [--docs DIR]
+    python -m prfaas_lab bench examples [--docs DIR]
 
 The blocks between `<!-- begin NAME -->` and `<!-- end NAME -->` are replaced with the output of the
 commands that the page shows; figures go to img/. Prints the figures of the page's table as JSON.

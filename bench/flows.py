@@ -1,6 +1,6 @@
 """CPU and wall time of a plan of several clusters: 8 PD and 6 PrfaaS clusters with 10,000 GPUs.
 
-    prfaas bench flows [--repeats N] [--seed N]
+    python -m prfaas_lab bench flows [--repeats N] [--seed N]
 
 Every PD cluster has a workload of its own with a length for every token count, and 40 of the 48
 links exist. The plan includes its baselines and what one more instance or Gbit/s would add. Goal:

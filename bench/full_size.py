@@ -1,7 +1,7 @@
 """A full-size hybrid model beside a dense one of similar active size, on a GPU (Table 3's trend).
 
 \b
-    prfaas bench full_size [--model kimi-linear-48b-a3b --model qwen3-4b] [--out DIR]
+    python -m prfaas_lab bench full_size [--model kimi-linear-48b-a3b --model qwen3-4b] [--out DIR]
 
 Weights are random; shapes and arithmetic are those of the real models (bench/models/*.json;
 Kimi-Linear-48B takes 98 GB in bfloat16). For each model, the benchmark prints JSON. With --out, it
@@ -36,7 +36,7 @@ from prfaas.engine.memory import MemorySegments, ScratchSink
 from prfaas.engine.profiling import MeasuredProfile, Profiler
 from prfaas.engine.runner import JobOutcome, run
 from prfaas.planner.equations import eq1_kv_throughput_bps
-from prfaas.testing.token_identical import GeneratedTokens, compare
+from prfaas.studies.token_identical import GeneratedTokens, compare
 
 MODELS = Path(__file__).parent / "models"
 NAMES = ("kimi-linear-48b-a3b", "qwen3-4b")

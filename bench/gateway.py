@@ -1,7 +1,7 @@
 """The time that the gateway adds to a request, per routing policy and beside vLLM's router.
 
 \b
-    prfaas bench gateway [--policy adaptive,paper] [--router ~/router/bin/vllm-router]
+    python -m prfaas_lab bench gateway [--policy adaptive,paper] [--router ~/router/bin/vllm-router]
 
 The nodes answer at once (`bench/_null_node.py`), so the measured time is the gateway's: reading the
 prompt, hashing, routing, grant, prefill, commit, decode and relaying 8 tokens. A policy that holds

@@ -1,7 +1,7 @@
 """A GPU's figures: copies, exports, the start of a node, hand-offs between two nodes.
 
 \b
-    prfaas bench gpu [--only PART] [--minutes 20] [--out FILE]
+    python -m prfaas_lab bench gpu [--only PART] [--minutes 20] [--out FILE]
 
 Needs one CUDA device, 40 GB of its memory, 40 GB of host memory, 8 GB of disk and no network. All
 weights are random. The hybrid model has Kimi-Linear's shape with 8 experts (6.9 GB in bfloat16).

@@ -22,12 +22,12 @@ import msgspec
 import uvloop
 
 from prfaas.display.console import print_json, run_benchmark
-from prfaas.faults.actors.situation import ACTORS
-from prfaas.faults.deployment import launched_fault_deployment
-from prfaas.faults.preparation import FaultEngine, prepare_fault_deployment
-from prfaas.faults.soak import Soak, SoakOptions, SoakReport, limit_tenants
 from prfaas.launch.attached_process import attached_prefix
 from prfaas.launch.preparation import CACHE
+from prfaas_lab.faults.actors.situation import ACTORS
+from prfaas_lab.faults.deployment import launched_fault_deployment
+from prfaas_lab.faults.preparation import FaultEngine, prepare_fault_deployment
+from prfaas_lab.faults.soak import Soak, SoakOptions, SoakReport, limit_tenants
 
 CASE_STUDY = Path(__file__).parents[1] / "configs" / "case_study.toml"
 MOST_RATIO = 1.5

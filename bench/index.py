@@ -1,7 +1,7 @@
 """The time in which the global index hashes long prompts and matches them against a million blocks.
 
 \b
-    prfaas bench index [--blocks 1000000] [--peers SCRIPT [--peer-python PYTHON]]
+    python -m prfaas_lab bench index [--blocks 1000000] [--peers SCRIPT [--peer-python PYTHON]]
 
 The index has two clusters of eight nodes, 64-token blocks, one full-attention group and one linear
 group. Prints JSON: `match_ms` (medians of hashing plus matching, from a list and from an array),

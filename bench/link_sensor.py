@@ -1,7 +1,8 @@
 """The link sensor, live: no false alarm on a calm link, and fast detection of a slow one.
 
 \b
-    prfaas bench link_sensor [--calm-s 300] [--stalls 6] [--trials 20] [--record FOLDER]
+    python -m prfaas_lab bench link_sensor [--calm-s 300] [--stalls 6] [--trials 20]
+                                           [--record FOLDER]
 
 Processes stand in for the case study's hardware (emulated engines, kvds, a relay for the WAN, a
 gateway). The load uses about a tenth of the WAN. The benchmark has three parts:

@@ -1,10 +1,11 @@
 """Clusters and a gateway are lost and return, under load: what do clients notice?
 
 \b
-    prfaas bench lost_clusters                      a PrfaaS cluster, a PD cluster, then the gateway
-                                                    that plans are killed, and started again
-    prfaas bench lost_clusters --drain CLUSTER      a cluster is drained and returned
-    prfaas bench lost_clusters --flood HOME         a home sends 3 times its planned rate
+    python -m prfaas_lab bench lost_clusters                  a PrfaaS cluster, a PD cluster, then
+                                                              the gateway that plans are killed,
+                                                              and started again
+    python -m prfaas_lab bench lost_clusters --drain CLUSTER  a cluster is drained and returned
+    python -m prfaas_lab bench lost_clusters --flood HOME     a home sends 3 times its planned rate
 
 The deployment is that of `bench agree --case two_by_two`, with emulated engines: two PD clusters
 that share two PrfaaS clusters, a gateway for each PD cluster and a relay for each link. Poisson
@@ -54,12 +55,12 @@ from _lost_modes import (
 )
 from _lost_processes import World, running_world
 from prfaas.config.deployment import SchedulerSection
-from prfaas.demo.regions_case import RegionsCase
 from prfaas.demo.shared import Check
 from prfaas.display.console import console, print_json, rounded, run_benchmark
 from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import InputError
-from prfaas.measure.machine import cpu_times
+from prfaas_lab.machine import cpu_times
+from prfaas_lab.studies.regions_case import RegionsCase
 
 LOST_S = 60.0  # how long a cluster is lost or drained
 PHASE_S = 280.0  # of --flood: 100 first tokens of the smaller home

@@ -1,7 +1,8 @@
 """The gain from replicating hot prefixes: TTFT with and without it, on the same requests.
 
 \b
-    prfaas bench moves [--rounds 2] [--fabric-gbps 2] [--shared 32768] [--topics 4] [--requests 40]
+    python -m prfaas_lab bench moves [--rounds 2] [--fabric-gbps 2] [--shared 32768] [--topics 4]
+                                     [--requests 40]
 
 The deployment has two prefill nodes and one decode node, as processes: emulated engines (8 H20
 each, the case study's model), kvds and a gateway. A relay with the fabric's rate is in front of

@@ -1,7 +1,7 @@
 """The share of a hand-off's transfer that overlaps with its prefill, with real engines and kvds.
 
 \b
-    prfaas bench overlap [--rounds 5] [--vllm-python .venv-vllm/bin/python]
+    python -m prfaas_lab bench overlap [--rounds 5] [--vllm-python .venv-vllm/bin/python]
 
 A prefill node with its kvd hands off to a second kvd through the user-space relay (`prfaas wan`).
 The relay's rate is set so that the transfer lasts `--ratio` times the latest prefills. Every round
@@ -49,10 +49,10 @@ from prfaas.errors import InputError
 from prfaas.kvd.engine_socket.client import KvdClient
 from prfaas.kvd.engine_socket.messages import Register
 from prfaas.launch.attached_process import attached_kvd
-from prfaas.testing.ready_gate import ReadyGate
 from prfaas.types import Grant, NotNow
 from prfaas.wan.path import Conditions
 from prfaas.wan.relay import Relay
+from prfaas_lab.testing.ready_gate import ReadyGate
 
 ARCH = "falcon-h1"  # a hybrid model that both engines can run
 FEWEST_CHUNKS = 8

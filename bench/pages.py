@@ -1,6 +1,6 @@
 """How fast a pool hands out and takes back pages, and how many neighbours they are.
 
-    prfaas bench pages [--pages 200000] [--reservations 2000]
+    python -m prfaas_lab bench pages [--pages 200000] [--reservations 2000]
 
 A pool without bytes serves prompts of 1,000 to 64,000 tokens, which share no prefix: some leases
 are open at a time, they end in any order, a quarter of them without a commit. The figures are from

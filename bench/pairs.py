@@ -1,8 +1,9 @@
 """Unlike engines hand the same prompts over to each other, both ways: are the tokens one engine's?
 
 \b
-    prfaas bench pairs --python .venv-vllm/bin/python [--models falcon-h1] [--pairs node:tp2]
-                       [--lengths 65,129] [--directions there] [--gateway] [--form canonical]
+    python -m prfaas_lab bench pairs --python .venv-vllm/bin/python [--models falcon-h1]
+                                     [--pairs node:tp2] [--lengths 65,129] [--directions there]
+                                     [--gateway] [--form canonical]
 
 The engines are `prfaas node` (`node`: transformers) and vLLM servers on the CPU in float32:
 
@@ -88,15 +89,15 @@ from prfaas.kvspec import FullAttention, KVSpec, build_spec
 from prfaas.scheduler.handoff import choose_handoff
 from prfaas.studies.pair_verdict import whole_block_bytes
 from prfaas.studies.single_handoff import HandoffReport, HandoffRequest, NodePair, run_handoff
-from prfaas.testing.vllm_configurations import (
+from prfaas.types import CANONICAL
+from prfaas_lab.testing.vllm_configurations import (
     MAX_TOKENS,
     SERVED_MODELS,
     VLLM_CONFIGURATIONS,
     ServedModel,
     configuration_named,
 )
-from prfaas.testing.vllm_server import MAX_LOGPROB_DIFFERENCE
-from prfaas.types import CANONICAL
+from prfaas_lab.testing.vllm_server import MAX_LOGPROB_DIFFERENCE
 
 # Around blocks of 32 to 256, a window, the convolution's columns, and chunks of 256.
 LENGTHS = (

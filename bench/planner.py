@@ -1,6 +1,6 @@
 """Wall time of `prfaas plan` as a process, start-up included.
 
-    prfaas bench planner [--repeats N]
+    python -m prfaas_lab bench planner [--repeats N]
 
 Goals: a sweep of 50 link speeds of the case study, and a plan for 10,000 GPUs, each under 5 s.
 There is no other planner to compare with: no public one solves for threshold and split.

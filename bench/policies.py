@@ -1,10 +1,12 @@
 """Compares routing policies on traces with prefix caches: calm loads, then a set of stresses.
 
 \b
-    prfaas bench policies --trace conversation.jsonl.xz --trace synthetic.jsonl.xz > out.json
-    prfaas bench policies_docs out.json     # tables and figures of docs/simulator.md
-    prfaas bench policies --trace FILE --tune     # the grid search for `paper`'s constants
-    prfaas bench policies --trace FILE --workers 2 --compare-workers    # the time of 2 and of 1
+    python -m prfaas_lab bench policies --trace conversation.jsonl.xz --trace synthetic.jsonl.xz \\
+        > out.json
+    python -m prfaas_lab bench policies_docs out.json        # tables, figures of docs/simulator.md
+    python -m prfaas_lab bench policies --trace FILE --tune  # a grid search for `paper`'s constants
+    python -m prfaas_lab bench policies --trace FILE --workers 2 --compare-workers
+        # the time of 2 and of 1
 
 100% load is the saturation rate under `paper` on the trace. A seed determines the window's start,
 the spread of requests inside the trace's 3 s clock buckets and the times of faults. All policies of
@@ -44,7 +46,6 @@ from prfaas.sim.results.service_level import ServiceLevel, idle_service_level
 from prfaas.sim.results.summary import summarise
 from prfaas.sim.run import simulate
 from prfaas.sim.saturation import saturated_rps
-from prfaas.sim.stress import STRESSES
 from prfaas.studies.parallel.run_all import run_all
 from prfaas.studies.parallel.workers import HERE, Workers
 from prfaas.studies.problem_files import Study
@@ -56,6 +57,7 @@ from prfaas.studies.simulation_cases import (
     read_requests,
     routed_by,
 )
+from prfaas_lab.studies.stress import STRESSES
 
 CASE_STUDY = Path(__file__).parents[1] / "configs" / "case_study.toml"
 LOADS = (0.5, 0.8, 0.95)

@@ -1,7 +1,7 @@
 """Writes the results of `bench policies` and `bench simulate` into docs/simulator.md.
 
 \b
-    prfaas bench policies_docs policies.json --speed simulate.json
+    python -m prfaas_lab bench policies_docs policies.json --speed simulate.json
 
 The tables between `<!-- begin NAME -->` and `<!-- end NAME -->` are replaced; figures go to img/.
 """
@@ -173,7 +173,7 @@ def _mean(rows: Sequence[Row], key: str) -> float:
 @click.option(
     "--speed",
     type=click.Path(exists=True, path_type=Path),
-    help="JSON output of `prfaas bench simulate`.",
+    help="JSON output of `bench/simulate.py`.",
 )
 @click.option(
     "--docs", default=DOCS, type=click.Path(path_type=Path), help="Folder of the documentation."

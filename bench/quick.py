@@ -1,8 +1,8 @@
 """Has this checkout become slower? Measures, in less than three minutes, what users wait for.
 
 \b
-    prfaas bench quick [--only gateway,index]       make bench-quick runs it
-    prfaas bench quick --update                     commits to today's ratios, on a calm machine
+    python -m prfaas_lab bench quick [--only gateway,index]  what make bench-quick runs
+    python -m prfaas_lab bench quick --update                commits to today's ratios; calm machine
 
 Gateway (every routing policy), block hashes and match, simulator, transfers and the start of a
 command, with defaults. Each figure is a ratio to a yardstick that is measured beside it

@@ -1,7 +1,7 @@
 """Saturated throughput of random deployments of several clusters, against their exact plans.
 
 \b
-    prfaas bench regions [--deployments 20] [--seed 0] [--seconds 3000]
+    python -m prfaas_lab bench regions [--deployments 20] [--seed 0] [--seconds 3000]
 
 A deployment has 1 to 4 PD clusters and 1 to 4 PrfaaS clusters with the case study's model and
 accelerators. Sizes, shares of traffic, lengths and links are drawn; links may be missing. Requests

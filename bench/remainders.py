@@ -1,8 +1,8 @@
 """What the requests that decode on a node notice when the node also prefills short remainders.
 
 \b
-    prfaas bench remainders [--engine hf|emulated] [--rounds 4] [--slice-s 30] [--neighbours 2]
-                            [--margin-s 0.1]
+    python -m prfaas_lab bench remainders [--engine hf|emulated] [--rounds 4] [--slice-s 30]
+                                          [--neighbours 2] [--margin-s 0.1]
 
 A node that prefills and a node that decodes serve one cluster, and two gateways route to them: one
 lets decode nodes serve alone where that costs least, the other does not. Some long answers stream

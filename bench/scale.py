@@ -1,7 +1,7 @@
 """The cost of a simulated request as the deployment grows: 16 nodes against 1,024.
 
 \b
-    prfaas bench scale [--requests 1000000] [--nodes 16 --nodes 1024]
+    python -m prfaas_lab bench scale [--requests 1000000] [--nodes 16 --nodes 1024]
 
 The deployment is the case study with more nodes. Link bandwidth and traffic grow in proportion, so
 that every size has the same load (80% of its planned rate). Each size simulates the same number of

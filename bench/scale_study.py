@@ -1,7 +1,7 @@
 """10,000 GPUs in seven datacenters over a day, with losses: makes docs/scale.md.
 
 \b
-    prfaas bench scale_study [--docs docs] [--workers 2] [--quick] [--report FILE]
+    python -m prfaas_lab bench scale_study [--docs docs] [--workers 2] [--quick] [--report FILE]
 
 Plans configs/four_by_three.toml for every second hour of a day whose traffic moves from region to
 region, for other bandwidths and without single sites and links; simulates the day and three losses;
@@ -41,7 +41,8 @@ from prfaas.sim.run import simulate
 from prfaas.studies.network_plans import NetworkStudy
 from prfaas.studies.parallel.run_all import as_finished
 from prfaas.studies.parallel.workers import Workers
-from prfaas.studies.regional_day import (
+from prfaas.types import ClusterId
+from prfaas_lab.studies.regional_day import (
     HOURS,
     RegionalDay,
     alone_for_the_same_money,
@@ -53,7 +54,6 @@ from prfaas.studies.regional_day import (
     without_link,
     without_prfaas,
 )
-from prfaas.types import ClusterId
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -550,7 +550,7 @@ def assumptions(setting: Setting) -> Report:
 
 
 def write_page(docs: Path, setting: Setting, report: Report) -> None:
-    from prfaas.display.scale_plots import plot_bandwidth, plot_day, plot_losses
+    from prfaas_lab.studies.scale_plots import plot_bandwidth, plot_day, plot_losses
 
     images = docs / "img"
     plot_bandwidth(images / "scale-bandwidth.png", report)

@@ -1,10 +1,13 @@
 """Open-loop load on any OpenAI endpoint: latencies and throughput at the client.
 
 \b
-    prfaas bench serve --url http://127.0.0.1:8080 --load 2 --lengths lognormal:9.9,1,128,131072
-    prfaas bench serve --url URL --load 5 --lengths 0.8*fixed:512+0.2*fixed:30000 --output 64
-    prfaas bench serve --url URL --load 2 --workload configs/case_study.toml
-    prfaas bench serve --url URL --trace conversation.jsonl.xz --speedup 2 --requests 500
+    python -m prfaas_lab bench serve --url http://127.0.0.1:8080 --load 2 \\
+        --lengths lognormal:9.9,1,128,131072
+    python -m prfaas_lab bench serve --url URL --load 5 --lengths 0.8*fixed:512+0.2*fixed:30000 \\
+        --output 64
+    python -m prfaas_lab bench serve --url URL --load 2 --workload configs/case_study.toml
+    python -m prfaas_lab bench serve --url URL --trace conversation.jsonl.xz --speedup 2 \\
+        --requests 500
 
 Prompts are token ids. The benchmark sends each request at its scheduled time and does not wait for
 earlier answers. `late_s` in the result is the generator's lag, which should be small compared with

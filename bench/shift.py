@@ -1,7 +1,7 @@
 """The long-term loop when traffic shifts: its live plans beside the simulated ones.
 
 \b
-    prfaas bench shift [--rounds 4] [--time-scale 0.15] [--seed 0]
+    python -m prfaas_lab bench shift [--rounds 4] [--time-scale 0.15] [--seed 0]
 
 Three H20 nodes and one remote H200 node serve short prompts, then long ones, which need another
 threshold and another split. The nodes are processes: emulated engines with the case study's model,

@@ -1,7 +1,8 @@
 """The speed of the simulator: wall time per request, and peak memory.
 
 \b
-    prfaas bench simulate [--trace conversation.jsonl.xz [--peers SCRIPT --peer-python PYTHON]]
+    python -m prfaas_lab bench simulate [--trace conversation.jsonl.xz
+                                         [--peers SCRIPT --peer-python PYTHON]]
 
 `poisson`: requests of the case study without caches at 80% load. The goal is a million requests in
 under 120 s, with a time per request that does not grow with their number. `trace`: with prefix

@@ -1,7 +1,7 @@
 """What following requests costs the gateway: its CPU time per request.
 
 \b
-    prfaas bench tracing [--before FOLDER] [--rounds 10] [--seconds 3]
+    python -m prfaas_lab bench tracing [--before FOLDER] [--rounds 10] [--seconds 3]
 
 Three gateways stand in front of the same nodes, which answer at once (`bench/_null_node.py`):
 

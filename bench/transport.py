@@ -1,7 +1,7 @@
 """The rate at which KV crosses a TCP link between two processes on loopback.
 
-    prfaas bench transport [--rounds 5] [--peers SCRIPT] [--connections 1,2,4,8] [--only tls,small]
-                           [--workers 8] [--mib 1024]
+    python -m prfaas_lab bench transport [--rounds 5] [--peers SCRIPT] [--connections 1,2,4,8]
+                                         [--only tls,small] [--workers 8] [--mib 1024]
 
 Each run moves about 256 MiB (`--mib`) between two regions that no CPU cache holds. The segments are
 those of a hand-off: one layer of one 2,048-token chunk, of the paper's 1T hybrid model and of a

@@ -1,8 +1,8 @@
 """Turns of a conversation that start where the last answer ended, with and without kept answers.
 
 \b
-    prfaas bench turns [--turns 10] [--answer-tokens 500] [--new-tokens 100]
-                       [--vllm-python .venv-vllm/bin/python]
+    python -m prfaas_lab bench turns [--turns 10] [--answer-tokens 500] [--new-tokens 100]
+                                     [--vllm-python .venv-vllm/bin/python]
 
 Two deployments of the same tiny hybrid model, each with a PrfaaS node that prefills, a node that
 decodes, and a gateway. In one the nodes keep answers (`node.keep_answers`), in the other they do

@@ -1,6 +1,6 @@
 """KV across a long link: utilisation, and the overlap of a transfer with its prefill.
 
-    prfaas bench wan [--gbps 1] [--rtt-ms 60] [--lossy]
+    python -m prfaas_lab bench wan [--gbps 1] [--rtt-ms 60] [--lossy]
 
 `utilisation`: goodput over the link's rate for 1, 2, 4 and 8 connections through the user-space
 relay (`prfaas wan`), once the pipe is full. `overlap`: segments become ready evenly over T seconds
@@ -18,13 +18,13 @@ from contextlib import ExitStack
 from typing import Any
 
 from prfaas.config.address import Address
-from prfaas.testing.lossy_net import LossyNet
 from prfaas.transport.grants import new_grant
 from prfaas.transport.link import LinkOptions, TransferLink
 from prfaas.transport.listener import Listener
 from prfaas.transport.messages import Manifest
 from prfaas.wan.path import Conditions
 from prfaas.wan.relay import Relay
+from prfaas_lab.testing.lossy_net import LossyNet
 
 SEGMENT_BYTES = 2_359_296  # one MLA layer of the 1T model for 2,048 tokens
 TIMEOUT_S = 120.0

@@ -1,4 +1,5 @@
-"""Imports point down only; heavy libraries stay in their rooms; foundations have no cycles."""
+"""Imports point down only, and never from the product to the laboratory; heavy libraries stay in
+their rooms; foundations have no cycles."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "prfaas"
+LABORATORY = Path(__file__).parent.parent / "lab" / "prfaas_lab"
 
 # Rows from the bottom. A part may import parts of lower rows, and of its own row where listed.
 ROWS = [
@@ -30,10 +32,9 @@ ROWS = [
     },
     {"estimator", "planner", "advisor", "scheduler", "cache", "security", "device"},
     {"transport", "engine", "http_client", "wan"},
-    {"gateway", "kvd", "node", "sim", "integrations", "testing", "measure", "console"},
+    {"gateway", "kvd", "node", "sim", "integrations", "measure", "console"},
     {"studies"},
     {"launch"},
-    {"faults"},
     {"display"},
     {"demo"},
     {"cli"},
@@ -57,7 +58,6 @@ WITHIN_ROW = {
     ("scheduler", "planner"),
     ("node", "kvd"),  # the Unix socket's client, also for the next one
     ("integrations", "kvd"),
-    ("testing", "kvd"),  # its messages: a gate stands between an engine and its kvd
     ("measure", "sim"),  # the arrivals: what is offered is what is simulated
     ("gateway", "console"),  # the scene and the pages
     ("console", "sim"),  # the results that a report shows
@@ -96,13 +96,26 @@ IMPURE_MODULES = {"asyncio", "socket", "time", "threading", "subprocess", "aioht
 # sim is a shell by position but drives pure code only.
 SIM_MAY_USE = ROWS[0] | ROWS[1]
 
+# The laboratory may import all of the product. These are its own rows and rooms; it imports no
+# other libraries of `ROOMS`.
+LAB_ROWS = [
+    {"testing", "fitting", "studies", "documents", "machine"},
+    {"faults"},
+    {"cli"},
+    {"__main__"},
+]
+LAB_ROOMS = {
+    "click": {"cli"},
+    "cloudpickle": {"studies"},  # what travels to machines that have the product alone
+}
 
-def level(part: str) -> int:
-    return next(index for index, row in enumerate(ROWS) if part in row)
+
+def level(part: str, rows: list[set[str]] = ROWS) -> int:
+    return next(index for index, row in enumerate(rows) if part in row)
 
 
-def part_of(path: Path) -> str:
-    first = path.relative_to(SOURCE).parts[0]
+def part_of(path: Path, package: Path = SOURCE) -> str:
+    first = path.relative_to(package).parts[0]
     return first.removesuffix(".py")
 
 
@@ -118,6 +131,7 @@ def imports(path: Path) -> tuple[str, ...]:
 
 
 FILES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
+LAB_FILES = sorted(path for path in LABORATORY.rglob("*.py") if path != LABORATORY / "__init__.py")
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
@@ -134,6 +148,31 @@ def test_imports_point_down(path: Path) -> None:
             assert part in ROOMS[library], f"{library} does not belong into {part}"
         if part in PURE:
             assert library not in IMPURE_MODULES, f"{part} is pure, yet imports {library}"
+
+
+def test_the_product_never_needs_the_laboratory() -> None:
+    """Who installs the wheel has no laboratory: the product neither imports a module of it nor
+    starts one by its name."""
+    for path in [SOURCE / "__init__.py", *FILES]:
+        strings = (
+            node.value
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        )
+        for name in (*imports(path), *strings):
+            assert name.split(".")[0] != "prfaas_lab", f"{path.relative_to(SOURCE)} needs {name}"
+
+
+@pytest.mark.parametrize("path", LAB_FILES, ids=lambda path: str(path.relative_to(LABORATORY)))
+def test_imports_of_the_laboratory_point_down(path: Path) -> None:
+    part = part_of(path, LABORATORY)
+    for name in imports(path):
+        library, *rest = name.split(".")
+        if library == "prfaas_lab" and rest and rest[0] != part:
+            below = level(rest[0], LAB_ROWS) < level(part, LAB_ROWS)
+            assert below, f"{part} may not import {rest[0]}"
+        if library in ROOMS:
+            assert part in LAB_ROOMS.get(library, ()), f"{library} does not belong into {part}"
 
 
 def test_conversions_and_device_copies_are_of_no_engine() -> None:
@@ -185,6 +224,8 @@ def _imported(path: Path, modules: Set[str]) -> set[str]:
 def test_every_part_has_a_row() -> None:
     for path in FILES:
         level(part_of(path))
+    for path in LAB_FILES:
+        level(part_of(path, LABORATORY), LAB_ROWS)
 
 
 def _words(node: ast.AST) -> list[ast.expr]:
@@ -197,8 +238,8 @@ def test_no_interpreter_searches_the_current_folder() -> None:
     """Without -P, `python -m` and `python -c` run modules of the folder that they start in, which
     may be a checkpoint's. A shell has no such option."""
     wrong = [
-        f"{path.relative_to(SOURCE)}:{after.lineno}"
-        for path in FILES
+        f"{path.relative_to(SOURCE.parents[1])}:{after.lineno}"
+        for path in [*FILES, *LAB_FILES]
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         for words in [_words(node)]
         for before, after in zip(words, words[1:], strict=False)

@@ -1,7 +1,7 @@
 import pytest
 
 from prfaas.clock import Clock, MonotonicClock
-from prfaas.testing import FakeClock
+from prfaas_lab.testing import FakeClock
 
 
 def test_a_fake_clock_moves_only_when_told() -> None:

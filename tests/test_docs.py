@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "prfaas"
+LABORATORY = ROOT / "lab" / "prfaas_lab"
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 # `gateway/router.py`, `gateway/router.py: Router.place` or `cache/manager.py: a, b`
 MENTION = re.compile(r"`([\w./-]+\.py)(?:: ([^`]+))?`")
@@ -26,10 +27,10 @@ def mentions() -> Iterator[tuple[Path, str, str]]:
 
 def files_named(path: str) -> list[Path]:
     """The files of that path below a folder that documents write paths from."""
-    roots = (SOURCE, ROOT, ROOT / "tests", ROOT / "bench", ROOT / "src")
+    roots = (SOURCE, LABORATORY, ROOT, ROOT / "tests", ROOT / "bench", ROOT / "src")
     found = [root / path for root in roots if (root / path).is_file()]
     if not found and "/" not in path:
-        found = sorted(SOURCE.rglob(path))
+        found = sorted([*SOURCE.rglob(path), *LABORATORY.rglob(path)])
     return found
 
 

@@ -1,4 +1,6 @@
-"""The errors, and the tree of them that is drawn in the docstring of `prfaas.errors`."""
+"""The errors, and the tree of them that is drawn in the docstring of `prfaas.errors`.
+
+The laboratory lists its own ones."""
 
 from __future__ import annotations
 
@@ -7,13 +9,15 @@ import builtins
 import re
 from pathlib import Path
 
+import prfaas_lab
 from prfaas import errors
 from prfaas.errors import ConnectionLost, InputError, PeerError, PeerHttpError, RequestError
 
 SOURCE = Path(errors.__file__).parent
+LABORATORY = Path(prfaas_lab.__file__).parent
 DRAWN = re.compile(r"^    ([│├└─ ]*)([A-Z]\w+)(?: |$)", re.MULTILINE)
 SUBCLASS = re.compile(r"^\s*class \w+\(", re.MULTILINE)
-LOCAL = re.compile(r"^    prfaas\.([\w.]+)\.(\w+) ", re.MULTILINE)
+LOCAL = re.compile(r"^    (prfaas[\w.]*)\.(\w+) ", re.MULTILINE)
 
 
 def test_one_line_names_place_problem_and_fix() -> None:
@@ -37,10 +41,11 @@ def test_only_a_peers_response_is_a_peer_error() -> None:
 
 
 def exception_classes() -> set[tuple[str, str]]:
-    """Module and name of every exception class in the package, found by the names of its bases."""
+    """Module and name of every exception class, found by the names of its bases."""
     defined = [
-        (path, node)
-        for path in sorted(SOURCE.rglob("*.py"))
+        (path.relative_to(folder.parent), node)
+        for folder in (SOURCE, LABORATORY)
+        for path in sorted(folder.rglob("*.py"))
         if SUBCLASS.search(text := path.read_text(encoding="utf-8"))
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.ClassDef)
@@ -53,7 +58,7 @@ def exception_classes() -> set[tuple[str, str]]:
     found: set[tuple[str, str]] = set()
     while True:
         more = {
-            (".".join(path.relative_to(SOURCE).with_suffix("").parts), node.name)
+            (".".join(path.with_suffix("").parts), node.name)
             for path, node in defined
             if any(ast.unparse(base).rpartition(".")[2] in known for base in node.bases)
         }
@@ -86,5 +91,7 @@ def test_the_docstring_draws_every_error_under_its_bases() -> None:
 
 
 def test_the_docstring_lists_every_error_that_is_defined_elsewhere() -> None:
-    elsewhere = {(module, name) for module, name in exception_classes() if module != "errors"}
-    assert set(LOCAL.findall(errors.__doc__ or "")) == elsewhere
+    elsewhere = {found for found in exception_classes() if found[0] != errors.__name__}
+    for package, listed in (("prfaas", errors.__doc__), ("prfaas_lab", prfaas_lab.__doc__)):
+        own = {(module, name) for module, name in elsewhere if module.startswith(f"{package}.")}
+        assert set(LOCAL.findall(listed or "")) == own

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "prfaas"
 MOST_PRONOUNS = 20
 README_CHARACTERS = 9_000
-FILES = sorted(SOURCE.rglob("*.py"))
+FILES = sorted([*SOURCE.rglob("*.py"), *(ROOT / "lab").rglob("*.py")])
 PRONOUN = re.compile(r"\b(nobody|whoever|somebody|everybody)\b", re.IGNORECASE)
 
 

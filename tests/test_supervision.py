@@ -17,7 +17,7 @@ from prfaas.supervision import (
     one_line,
     repeat,
 )
-from prfaas.testing.clock import FakeClock
+from prfaas_lab.testing.clock import FakeClock
 from tests.waiting import PATIENCE_S
 
 

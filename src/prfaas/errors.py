@@ -35,8 +35,6 @@ Errors of one package are defined in the module that raises them:
     prfaas.service.request_body.DamagedBody            a body did not arrive as it was sent
     prfaas.transport.workers.connection._Finished      the kvd needs a worker's connection no more
     prfaas.launch.children.ChildDied                   a process of a deployment ended unexpectedly
-    prfaas.faults.episode.CampaignFailed               a fault campaign found a broken condition
-    prfaas.testing.netns.NetworkError                  the test network could not be set up
 
 An expected "not now" is a value (`prfaas.types.NotNow`), not an exception; a broken invariant of
 our own is an `assert`. The CLI turns `InputError` into one line on stderr and exit code 2.

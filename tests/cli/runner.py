@@ -6,9 +6,10 @@ import json
 import sys
 from typing import Any, NamedTuple
 
+import click
 import pytest
 
-from prfaas.cli.main import main
+from prfaas.cli.main import cli, main
 
 
 class Result(NamedTuple):
@@ -22,10 +23,13 @@ class Result(NamedTuple):
 
 
 def run(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: object
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    *arguments: object,
+    program: click.Command = cli,
 ) -> Result:
     monkeypatch.setattr(sys, "argv", ["prfaas", *map(str, arguments)])
     with pytest.raises(SystemExit) as ended:
-        main()
+        main(program)
     captured = capsys.readouterr()
     return Result(int(ended.value.code or 0), captured.out, captured.err)

@@ -183,7 +183,7 @@ def test_doctor_says_beforehand_what_a_hand_off_finds(prfaas: Run, urls: list[st
 
 
 def test_a_given_length_is_handed_off(urls: list[str]) -> None:
-    """`prfaas bench pairs` hands off at any length, not only where a gateway would."""
+    """`bench/pairs.py` hands off at any length, not only where a gateway would."""
     pair = NodePair(*urls[:2], None, None)
     ids = [40 + at % 50 for at in range(150)]
 

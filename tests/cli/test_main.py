@@ -8,12 +8,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from rich.console import Console
 
 from prfaas import __version__
 from prfaas.display.console import with_progress
-from prfaas.testing import FakeClock
+from prfaas_lab.testing import FakeClock
 from tests.cli.runner import Result
 from tests.waiting import PATIENCE_S
 
@@ -66,27 +65,10 @@ def test_help_teaches(prfaas: Run) -> None:
     assert __version__ in prfaas("--version").out
 
 
-def test_bench_lists_and_refuses(
-    prfaas: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert "the folder has no benchmarks" in prfaas("bench").err
-    (tmp_path / "bench").mkdir()
-    (tmp_path / "bench" / "hello.py").touch()
-    assert "benchmarks: hello" in prfaas("bench").out
-    assert "choose one of: hello" in prfaas("bench", "other").err
-
-
-def test_a_benchmark_is_the_process_that_was_started(tmp_path: Path) -> None:
-    """So that a signal to the command ends the benchmark."""
-    (tmp_path / "bench").mkdir()
-    script = "import os, sys; print(os.getpid(), *sys.argv[1:]); sys.exit(7)"
-    (tmp_path / "bench" / "hello.py").write_text(script)
-    command = [COMMAND, "bench", "hello", "--option", "two words"]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as started:
-        printed, _ = started.communicate(timeout=PATIENCE_S)
-    assert printed == f"{started.pid} --option two words\n"
-    assert started.returncode == 7
+def test_the_laboratory_is_no_part_of_the_product(prfaas: Run) -> None:
+    for name in ("bench", "soak"):
+        result = prfaas(name)
+        assert result.code == 2 and f"No such command '{name}'" in result.err
 
 
 def test_a_progress_bar_appears_only_when_work_takes_long() -> None:

@@ -21,13 +21,13 @@ from prfaas.config.gateway import TenantSection
 from prfaas.config.write import deployment_toml
 from prfaas.contracts.readiness import GatewayReady
 from prfaas.errors import PeerError
-from prfaas.faults.credentials import HOSTILE_TENANT, ORDINARY_TENANTS
-from prfaas.faults.deployment import FaultDeployment, launched_fault_deployment
-from prfaas.faults.preparation import prepare_fault_deployment
-from prfaas.faults.questions import prompt
 from prfaas.launch.attached_process import attached_prefix
 from prfaas.launch.children import Child
 from prfaas.launch.commands import gateway_command
+from prfaas_lab.faults.credentials import HOSTILE_TENANT, ORDINARY_TENANTS
+from prfaas_lab.faults.deployment import FaultDeployment, launched_fault_deployment
+from prfaas_lab.faults.preparation import prepare_fault_deployment
+from prfaas_lab.faults.questions import prompt
 from tests.deploy.prometheus import (
     ROOT,
     RULES,

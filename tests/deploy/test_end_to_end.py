@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from prfaas.cache.checkpoints import DEFAULT_SPARE_TOKENS
-from prfaas.faults.catalogue import arenas_full, workers_killed
-from prfaas.faults.clusters.catalogue import cluster_drained
-from prfaas.faults.credentials import HOSTILE_TENANT
-from prfaas.faults.worker_processes import children_of
+from prfaas_lab.faults.catalogue import arenas_full, workers_killed
+from prfaas_lab.faults.clusters.catalogue import cluster_drained
+from prfaas_lab.faults.credentials import HOSTILE_TENANT
+from prfaas_lab.faults.worker_processes import children_of
 from tests.deploy.observed_deployment import (
     LONG,
     RANGE_S,

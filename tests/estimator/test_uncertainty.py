@@ -7,9 +7,9 @@ import pytest
 from msgspec.structs import replace
 
 from prfaas.estimator.efficiency import Efficiencies, ErrorParts, fitted
-from prfaas.estimator.fit import unseen_errors, usable
-from prfaas.estimator.observations import Observation, builtin_observations
 from prfaas.estimator.uncertainty import Calibration, LogRatio, Phase, calibrate, observation
+from prfaas_lab.fitting.fit import unseen_errors, usable
+from prfaas_lab.fitting.observations import Observation, builtin_observations
 
 
 def constants(**parts: float) -> Efficiencies:

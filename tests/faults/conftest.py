@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 import pytest
 import uvloop
 
-from prfaas.faults.deployment import FaultDeployment, launched_fault_deployment
-from prfaas.faults.episode import Campaign, FaultResult
-from prfaas.faults.preparation import FaultEngine, prepare_fault_deployment
-from prfaas.faults.resource_usage import measure_usage, wait_until_idle
 from prfaas.launch.attached_process import attached_prefix
+from prfaas_lab.faults.deployment import FaultDeployment, launched_fault_deployment
+from prfaas_lab.faults.episode import Campaign, FaultResult
+from prfaas_lab.faults.preparation import FaultEngine, prepare_fault_deployment
+from prfaas_lab.faults.resource_usage import measure_usage, wait_until_idle
 from tests.faults.report import written
 
 T = TypeVar("T")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from prfaas.faults.episode import FaultResult
+from prfaas_lab.faults.episode import FaultResult
 
 BEGIN, END = "<!-- campaign -->", "<!-- /campaign -->"
 _HEAD = (

@@ -14,15 +14,15 @@ import pytest
 
 from prfaas.config.gateway import GatewaySection
 from prfaas.contracts.kvd_api import KvdReport
-from prfaas.faults.actors import bodies
-from prfaas.faults.actors.budget import BURST_S, CpuBudget
-from prfaas.faults.actors.connections import OVERDUE, Network, Place, http_request
-from prfaas.faults.actors.fake_kvd import MANNERS, FakeKvd
-from prfaas.faults.actors.lanes import Lane, run_lanes
-from prfaas.faults.actors.mutations import mutate_bytes, mutate_json
-from prfaas.faults.actors.situation import Census
-from prfaas.faults.actors.tenant import WORK_AT_ONCE
 from prfaas.security.shared_key import SharedKey
+from prfaas_lab.faults.actors import bodies
+from prfaas_lab.faults.actors.budget import BURST_S, CpuBudget
+from prfaas_lab.faults.actors.connections import OVERDUE, Network, Place, http_request
+from prfaas_lab.faults.actors.fake_kvd import MANNERS, FakeKvd
+from prfaas_lab.faults.actors.lanes import Lane, run_lanes
+from prfaas_lab.faults.actors.mutations import mutate_bytes, mutate_json
+from prfaas_lab.faults.actors.situation import Census
+from prfaas_lab.faults.actors.tenant import WORK_AT_ONCE
 
 MODEL = "m"
 

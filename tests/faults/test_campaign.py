@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import pytest
 
-from prfaas.faults.catalogue import FAULTS, fault
-from prfaas.faults.episode import FaultResult
+from prfaas_lab.faults.catalogue import FAULTS, fault
+from prfaas_lab.faults.episode import FaultResult
 from tests.complaints import check_output
 from tests.faults.conftest import EACH, FaultSetup, sockets
 

@@ -12,14 +12,14 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from prfaas.clock import MonotonicClock
-from prfaas.faults.clients import ClientResult, Clients, is_explained
-from prfaas.faults.credentials import ORDINARY_TENANTS
-from prfaas.faults.deployment import FaultDeployment
-from prfaas.faults.downtimes import Downtimes
-from prfaas.faults.episode import find_unexcused
-from prfaas.faults.questions import Question, Verdict
 from prfaas.launch.request_outcomes import RequestOutcome, RequestOutcomes
 from prfaas.measure.client import Target, TimedResponse
+from prfaas_lab.faults.clients import ClientResult, Clients, is_explained
+from prfaas_lab.faults.credentials import ORDINARY_TENANTS
+from prfaas_lab.faults.deployment import FaultDeployment
+from prfaas_lab.faults.downtimes import Downtimes
+from prfaas_lab.faults.episode import find_unexcused
+from prfaas_lab.faults.questions import Question, Verdict
 
 QUESTION = Question((1, 2, 3), (4,))
 DEAF, BUSY = "gateway-0", "gateway-1"

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from prfaas.faults.downtimes import Downtimes, is_excused
-from prfaas.faults.questions import Verdict
+from prfaas_lab.faults.downtimes import Downtimes, is_excused
+from prfaas_lab.faults.questions import Verdict
 
 
 def test_a_request_overlaps_with_a_downtime() -> None:

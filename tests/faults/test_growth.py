@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.faults.growth import (
+from prfaas_lab.faults.growth import (
     LEAST_BLOCKS,
     MATERIAL_BYTES_PER_HOUR,
     SETTLED_S,
@@ -19,7 +19,7 @@ from prfaas.faults.growth import (
     Slope,
     slope_of,
 )
-from prfaas.faults.resource_usage import ResourceUsage
+from prfaas_lab.faults.resource_usage import ResourceUsage
 
 Series = npt.NDArray[np.floating[Any]]
 MB = 1e6

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import pytest
 
-from prfaas.faults.clients import Clients
-from prfaas.faults.credentials import ORDINARY_TENANTS
-from prfaas.faults.deployment import FaultDeployment
-from prfaas.faults.questions import Question, Verdict, body
-from prfaas.faults.resource_usage import wait_until_idle
+from prfaas_lab.faults.clients import Clients
+from prfaas_lab.faults.credentials import ORDINARY_TENANTS
+from prfaas_lab.faults.deployment import FaultDeployment
+from prfaas_lab.faults.questions import Question, Verdict, body
+from prfaas_lab.faults.resource_usage import wait_until_idle
 from tests.faults.conftest import FaultSetup
 from tests.faults.test_campaign import check_sockets
 

@@ -7,10 +7,10 @@ import asyncio
 import pytest
 
 from prfaas.config.host import KvdTimeouts
-from prfaas.faults.clients import Clients
-from prfaas.faults.questions import Verdict, learn_answer, prompt
-from prfaas.faults.resource_usage import wait_until_idle
 from prfaas.gateway.dispatch.attempts import RetryBudget
+from prfaas_lab.faults.clients import Clients
+from prfaas_lab.faults.questions import Verdict, learn_answer, prompt
+from prfaas_lab.faults.resource_usage import wait_until_idle
 from tests.faults.conftest import FaultSetup
 from tests.faults.test_campaign import check_sockets
 

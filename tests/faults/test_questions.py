@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from prfaas.faults.questions import Question, Verdict, judge
 from prfaas.measure.client import TIMED_OUT, TimedResponse
+from prfaas_lab.faults.questions import Question, Verdict, judge
 
 QUESTION = Question((1, 2), (7, 8, 9))
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from prfaas.faults.episode import FaultResult
+from prfaas_lab.faults.episode import FaultResult
 from tests.faults.report import BEGIN, END, written
 
 SEEN = FaultResult("wan-cut", "WAN cut", {"right": 5, "broken": 1}, 3, 8.04, 12.78)

@@ -4,7 +4,7 @@ import os
 import socket
 from contextlib import ExitStack, closing
 
-from prfaas.faults.resource_usage import has_work, measure_process, measure_usage
+from prfaas_lab.faults.resource_usage import has_work, measure_process, measure_usage
 
 
 def test_sockets_and_memory_of_a_process() -> None:

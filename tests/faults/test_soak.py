@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from prfaas.faults.actors.situation import ACTORS, ActorsReport, DeedCounts
-from prfaas.faults.growth import Growth, Slope
-from prfaas.faults.soak import CLUSTER_FAULT_S, Soak, SoakOptions, SoakReport, Ttft
+from prfaas_lab.faults.actors.situation import ACTORS, ActorsReport, DeedCounts
+from prfaas_lab.faults.growth import Growth, Slope
+from prfaas_lab.faults.soak import CLUSTER_FAULT_S, Soak, SoakOptions, SoakReport, Ttft
 from tests.benches import bench
 from tests.complaints import check_output
 from tests.faults.conftest import FaultSetup

@@ -10,15 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from prfaas.faults.wall_clock import WallClock
-from tests.test_architecture import FILES, SOURCE
+from prfaas_lab.faults.wall_clock import WallClock
+from tests.test_architecture import FILES, LAB_FILES, LABORATORY, SOURCE
 
 PRINTS = "import time; print(time.time(), time.time_ns() / 1e9, time.monotonic())"
 # What shows a date to people or to other programs, or is about dates.
 SHOWN = {
     "cli/certs.py",  # validity
     "cli/profile.py",  # when a profile was measured
-    "faults/wall/sitecustomize.py",  # sets it
     "gateway/api/app.py",  # `created` of a model
     "gateway/console/feed.py",  # the time of a scene
     "gateway/console/recent.py",  # the time of a request's arrival
@@ -31,6 +30,7 @@ SHOWN = {
     "tracing/epoch.py",  # the times of spans
     "tracing/recorder.py",  # the times of spans
 }
+IN_THE_LABORATORY = {"faults/wall/sitecustomize.py"}  # sets it
 WALL = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "date.today"}
 
 
@@ -49,6 +49,8 @@ def reads_wall_clock(path: Path) -> bool:
 def test_only_what_shows_a_date_reads_the_wall_clock() -> None:
     found = {str(path.relative_to(SOURCE)) for path in FILES if reads_wall_clock(path)}
     assert found <= SHOWN
+    found = {str(path.relative_to(LABORATORY)) for path in LAB_FILES if reads_wall_clock(path)}
+    assert found <= IN_THE_LABORATORY
 
 
 @pytest.mark.parametrize("shift_s", [0.0, 3600.0, -7200.0])

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from contextlib import ExitStack
 
-from prfaas.faults.worker_processes import children_of, send_signal
+from prfaas_lab.faults.worker_processes import children_of, send_signal
 from tests.waiting import PATIENCE_S, wait_until
 
 

@@ -17,8 +17,8 @@ from prfaas.gateway.tenants import Tenants
 from prfaas.lateness import LateSince, never_late
 from prfaas.scheduler.plan import plan_for_nodes, with_instances
 from prfaas.scheduler.request import Request
-from prfaas.testing.clock import FakeClock
 from prfaas.types import ClusterId, NodeId
+from prfaas_lab.testing.clock import FakeClock
 from tests.gateway.backends import THRESHOLD, deployment, problem, prompt
 from tests.gateway.reports import appear
 

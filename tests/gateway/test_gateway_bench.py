@@ -1,4 +1,4 @@
-"""`prfaas bench gateway`: what it makes of the rounds that it has measured."""
+"""`bench/gateway.py`: what it makes of the rounds that it has measured."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ from prfaas.gateway.status import GatewayStatus
 from prfaas.scheduler.homes.round_trips import round_trips
 from prfaas.scheduler.service import SERVICE_LEVELS
 from prfaas.scheduler.view import LinkId
-from prfaas.testing.clock import FakeClock
 from prfaas.types import ClusterId, LinkStats, NodeId
+from prfaas_lab.testing.clock import FakeClock
 from tests.gateway.fleets import PD, A, B, C, F, fall_silent, fleet_and_router, member_of
 from tests.gateway.homes.regions import E0, E1, EAST, W0, W1, WEST, regions
 

@@ -143,7 +143,7 @@ async def test_predictions_follow_nodes_that_are_slower_than_their_profile(
     slow: Hosts, tmp_path: Path
 ) -> None:
     """The gateway is given a profile that is too fast; what explain predicts comes to what nodes
-    take. How near it comes on an idle machine is the business of `prfaas bench agree`."""
+    take. How near it comes on an idle machine is the business of `bench/agree.py`."""
     stated = slow.deployment()
     file = tmp_path / "catalog.toml"
     scales = Scales(time=1 / SLOWER)

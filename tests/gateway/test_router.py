@@ -7,7 +7,7 @@ import pytest
 from prfaas.config.gateway import GatewaySection, GatewayTimeouts
 from prfaas.errors import RequestError
 from prfaas.scheduler.waiting import Hold
-from prfaas.testing.clock import FakeClock
+from prfaas_lab.testing.clock import FakeClock
 from tests.gateway.backends import until
 from tests.gateway.fleets import (
     LONG,

@@ -11,7 +11,7 @@ from prfaas.errors import InputError, RequestError
 from prfaas.gateway.api.credentials import GatewayCredentials, TenantKey
 from prfaas.gateway.api.tenants import admit
 from prfaas.gateway.tenants import Tenants
-from prfaas.testing.clock import FakeClock
+from prfaas_lab.testing.clock import FakeClock
 
 TOTAL = 1000
 

@@ -18,8 +18,8 @@ from prfaas.gateway.placement import PlacementRequest
 from prfaas.gateway.router import Router
 from prfaas.scheduler.board import NodeReport
 from prfaas.scheduler.request import Request
-from prfaas.testing.clock import FakeClock
 from prfaas.types import NodeId
+from prfaas_lab.testing.clock import FakeClock
 from tests.gateway.backends import until
 from tests.gateway.fleets import LONG, SHORT, A, B, C, F, fleet_and_router, placement, step
 

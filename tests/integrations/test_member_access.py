@@ -11,7 +11,7 @@ import pytest
 from prfaas.errors import InputError
 from prfaas.integrations.vllm import member_access
 from prfaas.integrations.vllm.member_access import MemberAccess
-from prfaas.testing import FakeClock
+from prfaas_lab.testing import FakeClock
 from tests.secret_files import write_secret
 
 OLD, NEW, OPERATOR, METRICS = "o" * 32, "n" * 32, "p" * 32, "m" * 32

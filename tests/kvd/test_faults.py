@@ -16,12 +16,12 @@ from prfaas.config.address import parse_address
 from prfaas.config.host import KvdTimeouts
 from prfaas.engine.emulated.content import Content
 from prfaas.errors import ConnectionLost, TransferFailed
-from prfaas.faults.worker_processes import children_of, send_signal
 from prfaas.kvd.store import StoreOptions
 from prfaas.kvspec import Segment
-from prfaas.testing import FakeClock
 from prfaas.transport.link import TransferLink
 from prfaas.types import Grant, NotNow
+from prfaas_lab.faults.worker_processes import children_of, send_signal
+from prfaas_lab.testing import FakeClock
 from tests.kvd.hosts import (
     SPEC,
     Host,

@@ -24,7 +24,7 @@ from prfaas.gateway.client.kvd_client import KvdClient
 from prfaas.http_client.client import open_client
 from prfaas.kvd.planning_lease import Promise, decide, first_promise
 from prfaas.security.shared_key import SharedKey
-from prfaas.testing.clock import FakeClock
+from prfaas_lab.testing.clock import FakeClock
 from tests.kvd.hosts import Host, kvd
 
 FREE = first_promise(-LONGEST_LEASE_S)  # at 0 s

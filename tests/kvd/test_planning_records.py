@@ -28,7 +28,7 @@ from prfaas.gateway.client.kvd_client import KvdClient
 from prfaas.http_client.client import open_client
 from prfaas.kvd.planning_records import PlanningRecords, version_of
 from prfaas.security.shared_key import SharedKey
-from prfaas.testing.clock import FakeClock
+from prfaas_lab.testing.clock import FakeClock
 from tests.kvd.hosts import Host, kvd
 
 

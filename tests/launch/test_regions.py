@@ -13,7 +13,6 @@ import pytest
 from prfaas.cli.drain import DrainClient
 from prfaas.clock import MonotonicClock
 from prfaas.config import load_deployment
-from prfaas.demo.regions_case import Link, carried_bytes
 from prfaas.demo.shared import RelayReader, with_policy
 from prfaas.engine.emulated.pace import Scales
 from prfaas.gateway.generation import CLUSTER_HEADER
@@ -24,6 +23,7 @@ from prfaas.launch.preparation import LaunchOptions, LaunchPlan, prepare_launch
 from prfaas.launch.request_outcomes import RequestOutcome, RequestOutcomes
 from prfaas.measure.client import connect
 from prfaas.measure.open_loop import RequestTemplate
+from prfaas_lab.studies.regions_case import Link, carried_bytes
 from tests.waiting import PATIENCE_S
 
 TWO_BY_TWO = Path(__file__).parents[2] / "configs" / "two_by_two.toml"

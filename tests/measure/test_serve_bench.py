@@ -1,4 +1,4 @@
-"""`prfaas bench serve` as a process, against a server over real HTTP."""
+"""`bench/serve.py` as a process, against a server over real HTTP."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ import pytest
 from prfaas.clock import MonotonicClock
 from prfaas.studies.handoff_comparison import AnswerComparison
 from prfaas.studies.single_handoff import HandoffReport, HandoffRequest, NodePair, run_handoff
-from prfaas.testing.damage import DamageGate, HeadOfLayer
+from prfaas_lab.testing.damage import DamageGate, HeadOfLayer
 from tests.node.hosts import START_S, Host, tokens_of
 
 pytestmark = pytest.mark.timeout(10 * START_S)

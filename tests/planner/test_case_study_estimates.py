@@ -6,12 +6,12 @@ import pytest
 
 from prfaas.catalog import Catalog
 from prfaas.config import load_deployment
-from prfaas.estimator.fit import fit
-from prfaas.estimator.observations import builtin_observations
 from prfaas.planner.comparison import compare
 from prfaas.planner.instance_times import Lengths, PlannedModel, TimesFinder
 from prfaas.planner.problem import Problem, build_problem
 from prfaas.planner.ranges import Range, plan_ranges
+from prfaas_lab.fitting.fit import fit
+from prfaas_lab.fitting.observations import builtin_observations
 from tests.planner.builders import CASE_STUDY, case_study
 
 MODEL = "case-study-1t"

@@ -26,7 +26,7 @@ from prfaas.launch.commands import VLLM_READY
 from prfaas.launch.request_outcomes import RequestOutcome, RequestOutcomes
 from prfaas.security.shared_key import bearer
 from prfaas.security.tls import client_context, trust_context
-from prfaas.testing.vllm_server import START_S
+from prfaas_lab.testing.vllm_server import START_S
 from tests.cli.runner import run
 from tests.waiting import PATIENCE_S, wait_until
 

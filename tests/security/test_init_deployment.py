@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from prfaas.security.shared_key import bearer
-from prfaas.testing import netns
+from prfaas_lab.testing import netns
 from tests.security.deployments import (
     RunningDeployment,
     complete,

@@ -20,7 +20,7 @@ HEAP_BYTES = 64 << 20
 HOLES = """
 import os, sys, time
 from prfaas.service.allocator import limit_heap_growth
-from prfaas.faults.resource_usage import measure_process
+from prfaas_lab.faults.resource_usage import measure_process
 
 def used():
     return measure_process(os.getpid()).own_bytes

@@ -1,4 +1,4 @@
-"""The traffic of `prfaas bench agents`."""
+"""The traffic of `bench/agents.py`."""
 
 from __future__ import annotations
 

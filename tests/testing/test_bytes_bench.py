@@ -1,4 +1,4 @@
-"""What `prfaas bench canonical_bytes` and `conversion_cost` make of what they have seen."""
+"""What `bench/canonical_bytes.py` and `conversion_cost` make of what they have seen."""
 
 from __future__ import annotations
 

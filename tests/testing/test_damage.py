@@ -13,8 +13,8 @@ from prfaas.engine.emulated.content import Content
 from prfaas.errors import InputError
 from prfaas.kvd.engine_socket.client import KvdClient
 from prfaas.kvspec import GQA, MLA, Geometry, Linear, Segment, WindowedGQA, build_spec
-from prfaas.testing.damage import EXPONENT_BIT, DamageGate, HeadOfLayer
 from prfaas.types import Compat
+from prfaas_lab.testing.damage import EXPONENT_BIT, DamageGate, HeadOfLayer
 from tests.cache.builders import BLOCK
 from tests.kvd.hosts import begun, fill, kvd, names, prompt_of
 

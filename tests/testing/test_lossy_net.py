@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from prfaas.testing import netns
-from prfaas.testing.lossy_net import LossyNet
-from prfaas.testing.netns import NetworkError, add_namespace, inside, why_not
+from prfaas_lab.testing import netns
+from prfaas_lab.testing.lossy_net import LossyNet
+from prfaas_lab.testing.netns import NetworkError, add_namespace, inside, why_not
 from tests.waiting import PATIENCE_S, wait_until
 
 TIMEOUT_S = PATIENCE_S

@@ -1,4 +1,4 @@
-"""What `prfaas bench pairs` makes of hand-offs that it has seen. `tests/vllm` runs it."""
+"""What `bench/pairs.py` makes of hand-offs that it has seen. `tests/vllm` runs it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from prfaas.errors import InputError
 from prfaas.kvspec import FullAttention, KVSpec, LinearState
 from prfaas.studies.pair_verdict import whole_block_bytes
-from prfaas.testing.vllm_configurations import SERVED_MODELS
+from prfaas_lab.testing.vllm_configurations import SERVED_MODELS
 from tests.benches import bench
 from tests.waiting import wait_until
 

@@ -1,4 +1,4 @@
-"""What `prfaas bench quick` concludes from its samples, and the ratios that are committed."""
+"""What `bench/quick.py` concludes from its samples, and the ratios that are committed."""
 
 from __future__ import annotations
 
@@ -144,4 +144,6 @@ def test_every_figure_belongs_to_a_part() -> None:
 
 def test_committed_ratios_are_of_figures_that_are_measured() -> None:
     for machine, ratios in quick.read_committed(quick.COMMITTED).items():
-        assert ratios.keys() == FIGURES.keys(), f"prfaas bench quick --update on {machine}"
+        assert ratios.keys() == FIGURES.keys(), (
+            f"python -m prfaas_lab bench quick --update on {machine}"
+        )

@@ -10,7 +10,7 @@ import pytest
 
 from prfaas.errors import ConnectionLost
 from prfaas.kvd.engine_socket.client import KvdClient
-from prfaas.testing.ready_gate import ReadyGate
+from prfaas_lab.testing.ready_gate import ReadyGate
 from tests.cache.builders import BLOCK
 from tests.kvd.hosts import (
     COMPAT,

@@ -1,4 +1,4 @@
-"""What `prfaas bench transport` makes of its measurements, and its peer for TLS."""
+"""What `bench/transport.py` makes of its measurements, and its peer for TLS."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from prfaas.errors import InputError
-from prfaas.testing.vllm_configurations import (
+from prfaas_lab.testing.vllm_configurations import (
     SERVED_MODELS,
     VLLM_CONFIGURATIONS,
     configuration_named,

@@ -14,8 +14,8 @@ from prfaas.clock import MonotonicClock
 from prfaas.errors import ConnectionLost
 from prfaas.security.certificates import CertificateSet, make_certificates
 from prfaas.security.tls import SERVICE_NAME, client_context, server_context
-from prfaas.testing.clock import FakeClock
 from prfaas.transport.channel import TICK_S, Channel
+from prfaas_lab.testing.clock import FakeClock
 
 SILENCE_S = 10.0
 RECORD_BYTES = 16 << 10

@@ -10,7 +10,6 @@ from contextlib import ExitStack, closing, contextmanager
 import pytest
 
 from prfaas.errors import TransferFailed
-from prfaas.testing import FakeClock
 from prfaas.transport.link import ConnectionBudget, LinkOptions, TransferLink
 from prfaas.transport.listener import Listener
 from prfaas.transport.messages import HELLO, encode
@@ -21,6 +20,7 @@ from prfaas.transport.wire import (
     encode_message,
     encode_sequences,
 )
+from prfaas_lab.testing import FakeClock
 from tests.transport.ends import (
     Owner,
     expect,

@@ -16,7 +16,6 @@ import msgspec
 import pytest
 
 from prfaas.errors import TransferFailed
-from prfaas.testing import FakeClock
 from prfaas.transport.grants import new_grant, transfer_key
 from prfaas.transport.link import LinkOptions, TransferLink
 from prfaas.transport.listener import Listener, ListenerOptions
@@ -30,6 +29,7 @@ from prfaas.transport.wire import (
     parse_progress,
     parse_sequences,
 )
+from prfaas_lab.testing import FakeClock
 from tests.transport.ends import (
     Owner,
     expect,
@@ -528,8 +528,8 @@ def test_measurements_are_bounded() -> None:
 
 
 def test_grants_and_remembered_results_expire() -> None:
-    from prfaas.testing import FakeClock
     from prfaas.transport.receiver import ReceiverTransfers
+    from prfaas_lab.testing import FakeClock
 
     clock = FakeClock()
     transfers = ReceiverTransfers(clock)

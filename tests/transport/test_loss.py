@@ -9,10 +9,10 @@ from contextlib import contextmanager
 import pytest
 
 from prfaas.scheduler.congestion import LinkHealth, LinkVerdict, judge
-from prfaas.testing.lossy_net import LossyNet
-from prfaas.testing.netns import why_not
 from prfaas.transport.link import LinkOptions, TransferLink
 from prfaas.transport.listener import Listener
+from prfaas_lab.testing.lossy_net import LossyNet
+from prfaas_lab.testing.netns import why_not
 from tests.transport.ends import Owner, expect, segments, send
 from tests.waiting import PATIENCE_S
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import pytest
 
 from prfaas.errors import TransferFailed
-from prfaas.testing import FakeClock
 from prfaas.transport import receiver
 from prfaas.transport.link import LinkOptions, TransferLink
 from prfaas.transport.listener import Listener
 from prfaas.transport.messages import Manifest
 from prfaas.transport.receiver import ReceiverTransfers
+from prfaas_lab.testing import FakeClock
 from tests.transport.ends import Owner, expect, grant_for, nothing_leaks, segments, send
 from tests.waiting import PATIENCE_S
 

@@ -12,7 +12,6 @@ import pytest
 
 from prfaas.security.certificates import make_certificates
 from prfaas.security.tls import server_context
-from prfaas.testing import FakeClock
 from prfaas.transport.grants import new_grant, transfer_key
 from prfaas.transport.link import TransferLink
 from prfaas.transport.listener import Listener, ListenerOptions
@@ -27,6 +26,7 @@ from prfaas.transport.wire import (
     encode_message,
 )
 from prfaas.types import Grant
+from prfaas_lab.testing import FakeClock
 from tests.transport.ends import Owner, expect, nothing_leaks, segments, send
 from tests.transport.raw_peer import GREETING, Raw, manifest
 from tests.waiting import PATIENCE_S, wait_until

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from prfaas.testing.vllm_server import Generated
+from prfaas_lab.testing.vllm_server import Generated
 from tests.vllm.pairs import Pair
 
 MAX_TOKENS = 16

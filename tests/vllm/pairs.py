@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from prfaas.testing.vllm_server import Generated, VllmResponse, VllmServer, await_health
 from prfaas.types import Form, Grant, TransferId
+from prfaas_lab.testing.vllm_server import Generated, VllmResponse, VllmServer, await_health
 from tests.vllm import kvds
 from tests.vllm.servers import connected_server
 from tests.waiting import wait_until

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from prfaas.testing.vllm_server import Generated
+from prfaas_lab.testing.vllm_server import Generated
 
 START_AND_RUN_S = 480  # only a hang takes so long, also on a busy machine
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from prfaas.testing.vllm_server import VllmServer, start_vllm
+from prfaas_lab.testing.vllm_server import VllmServer, start_vllm
 
 
 def connected_server(

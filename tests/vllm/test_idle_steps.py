@@ -10,7 +10,7 @@ from prfaas.integrations.vllm.idle_steps import MOST_PAUSE_S
 from prfaas.integrations.vllm.steps import StepOrders
 from prfaas.integrations.vllm.worker_forms import WorkerForms
 from prfaas.integrations.vllm.worker_side import WorkerResults
-from prfaas.testing.clock import FakeClock
+from prfaas_lab.testing.clock import FakeClock
 
 STEP_S = 0.001  # of the engine, without a pause
 

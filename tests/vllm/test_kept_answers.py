@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from prfaas.testing.vllm_server import VllmServer
+from prfaas_lab.testing.vllm_server import VllmServer
 from tests.vllm.cases import BLOCK, MAX_TOKENS, Case, boundary
 from tests.vllm.kvds import Kvd
 from tests.waiting import wait_until

@@ -1,4 +1,4 @@
-"""Unlike engines, as `prfaas bench pairs` runs them: a part of its grid, with every axis."""
+"""Unlike engines, as `bench/pairs.py` runs them: a part of its grid, with every axis."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from prfaas.engine.checkpoint.make import make_checkpoint
-from prfaas.testing.vllm_server import VllmServer, await_health
 from prfaas.types import Grant
+from prfaas_lab.testing.vllm_server import VllmServer, await_health
 from tests.vllm import kvds
 from tests.vllm.cases import UNCACHED
 from tests.vllm.pairs import decode_params, prefill_params

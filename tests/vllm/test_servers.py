@@ -14,9 +14,9 @@ from prfaas.engine.hf import HFEngine
 from prfaas.engine.hf.load import load_model
 from prfaas.kvd.engine_socket.client import KvdClient
 from prfaas.kvspec import FullAttention, Segment, SlidingWindow
-from prfaas.testing.vllm_server import MAX_LOGPROB_DIFFERENCE, Generated, VllmServer
 from prfaas.text import load_tokenizer
 from prfaas.types import BlockHash, TransferId
+from prfaas_lab.testing.vllm_server import MAX_LOGPROB_DIFFERENCE, Generated, VllmServer
 from tests.node.local_api import local_api
 from tests.vllm.cases import (
     ALIGNED,

@@ -14,9 +14,9 @@ import pytest
 from prfaas.config.write import deployment_toml
 from prfaas.contracts.readiness import GatewayReady
 from prfaas.engine.checkpoint.make import make_checkpoint
-from prfaas.testing.vllm_server import await_health
 from prfaas.tracing import spans as names
 from prfaas.tracing.context import TraceContext, new_trace
+from prfaas_lab.testing.vllm_server import await_health
 from tests.gateway.backends import deployment
 from tests.node.hosts import Process
 from tests.tracing.otlp_receiver import OtlpReceiver, ReceivedSpan, receiver_thread

@@ -2,7 +2,7 @@
 
 A vLLM server and a `prfaas node` with the same checkpoint, both ways. The server is one of the pair
 that other files use. A salt keeps the prefixes of their requests apart from those of this file.
-`prfaas bench pairs` has the other pairs: tensor and pipeline parallelism, block sizes, models.
+`bench/pairs.py` has the other pairs: tensor and pipeline parallelism, block sizes, models.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from prfaas.errors import InputError
 from prfaas.kvd.engine_socket.leases import WriteLease
 from prfaas.kvd.engine_socket.messages import SegmentName
 from prfaas.kvspec import FullAttention
-from prfaas.testing.vllm_modelless import ModellessEngine, Recorded
-from prfaas.testing.vllm_server import Generated, VllmResponse, VllmServer
 from prfaas.types import Grant
+from prfaas_lab.testing.vllm_modelless import ModellessEngine, Recorded
+from prfaas_lab.testing.vllm_server import Generated, VllmResponse, VllmServer
 from tests.node.hosts import Host
 from tests.vllm import kvds
 from tests.vllm.cases import LENGTHS, MAX_TOKENS, PROMPTS, TURNS, WITH_CACHE, Case, Model, case_id

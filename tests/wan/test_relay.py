@@ -12,10 +12,10 @@ import pytest
 
 from prfaas.config.address import Address
 from prfaas.errors import InputError
-from prfaas.testing import FakeClock
 from prfaas.wan import acceptor as acceptor_module
 from prfaas.wan.path import QUEUE_S, Conditions, Recurring
 from prfaas.wan.relay import Relay, describe
+from prfaas_lab.testing import FakeClock
 from tests.transport.wan_peers import TIMEOUT_S, receive, reset, turned_away, wan, was_reset
 from tests.waiting import wait_until
 

@@ -7,11 +7,11 @@ import socket
 import msgspec
 
 from prfaas.config.address import Address
-from prfaas.testing import FakeClock
 from prfaas.wan.flow import RelayedConnection
 from prfaas.wan.path import Conditions
 from prfaas.wan.relay import Relay
 from prfaas.wan.stats import LatenessCounter, RelayStats
+from prfaas_lab.testing import FakeClock
 from tests.transport.wan_peers import TIMEOUT_S
 from tests.waiting import wait_until
 

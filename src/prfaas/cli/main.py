@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Mapping
+from typing import ClassVar
 
 import click
 
@@ -33,27 +35,28 @@ COMMANDS = {
     "probe": "Ask a service whether it is alive or ready, as orchestrators do.",
     "certs": "Make a test CA and certificates for mutual TLS.",
     "model": "Make a small model with random weights; nothing is downloaded.",
-    "soak": "Serve traffic while a fault strikes every few seconds, and check every answer.",
-    "bench": "Run a benchmark of this checkout.",
 }
 
 
 class LazyGroup(click.Group):
-    """Lists all commands and imports only the one that is called."""
+    """Lists all commands and imports only the one that is called, from the module of its name."""
+
+    package: ClassVar[str] = "prfaas.cli"
+    summaries: ClassVar[Mapping[str, str]] = COMMANDS
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
+        return list(self.summaries)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
+        if cmd_name not in self.summaries:
             return None
-        command = getattr(importlib.import_module(f"prfaas.cli.{cmd_name}"), cmd_name)
+        command = getattr(importlib.import_module(f"{self.package}.{cmd_name}"), cmd_name)
         assert isinstance(command, click.Command)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+            formatter.write_dl(list(self.summaries.items()))
 
 
 @click.group(
@@ -78,9 +81,9 @@ def cli() -> None:
     """
 
 
-def main() -> None:
+def main(program: click.Command = cli) -> None:
     try:
-        cli()
+        program()
     except InputError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(2)

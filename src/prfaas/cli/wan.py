@@ -66,9 +66,9 @@ def wan(
       prfaas wan --listen 0.0.0.0:7001 --to kv1:7000 --gbps 0.5 --rtt-ms 80 --outage 60,5
 
     Rate and delay apply to each direction. A sender that is faster than the link waits. The relay
-    loses no packet; packet loss needs root (prfaas.testing.lossy_net). Give one --to for each
-    --listen, in the same order; all of them share the rate. The first line on standard output is
-    JSON and announces the addresses.
+    loses no packet; packet loss needs root, and a checkout (prfaas_lab.testing.lossy_net). Give one
+    --to for each --listen, in the same order; all of them share the rate. The first line on
+    standard output is JSON and announces the addresses.
 
     With --control, lines on standard input change the conditions:
 

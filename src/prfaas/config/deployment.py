@@ -3,7 +3,7 @@
 A command that does not use a section still validates it, so that a file that plans also serves.
 Units are in the keys. Every default is defined here, in `config.gateway` or in `config.host`, and
 nowhere else. The command that needs a model, accelerator or profile looks its name up. The string
-below a field is its entry in docs/configuration.md (`config.reference`).
+below a field is its entry in docs/configuration.md (`make docs`).
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ class CorrectionSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 class PaperSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Policy `paper`: when the threshold is raised, and how far (section 3.4.3, short-term). The
-    values were searched on traces, calm and stressed (`prfaas bench policies --tune`)."""
+    values were searched on traces, calm and stressed (`bench/policies.py --tune`)."""
 
     surge_wait_s: Amount = 8.0
     """The threshold is raised when PrfaaS adds this much more wait than the PD cluster."""

@@ -1,6 +1,6 @@
 """The gateway's section of the deployment file: address, limits, timeouts.
 
-The string below a field is its entry in docs/configuration.md (`config.reference`).
+The string below a field is its entry in docs/configuration.md (`make docs`).
 """
 
 from __future__ import annotations

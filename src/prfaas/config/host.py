@@ -2,7 +2,7 @@
 
 A host has one file, and each process reads its own section; the other section is validated too.
 Paths are relative to the file. A flag or `--set KEY=VALUE` wins over the file. The string below a
-field is its entry in docs/configuration.md (`config.reference`).
+field is its entry in docs/configuration.md (`make docs`).
 """
 
 from __future__ import annotations

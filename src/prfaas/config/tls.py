@@ -1,6 +1,6 @@
 """The TLS section of a service: kvd, node or gateway.
 
-The string below a field is its entry in docs/configuration.md (`config.reference`).
+The string below a field is its entry in docs/configuration.md (`make docs`).
 """
 
 from __future__ import annotations

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from functools import cache
 from importlib import resources
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import msgspec
 from msgspec.structs import replace
 
 from prfaas.config.strict import decode, parse_toml
+
+# Engines whose fixed time per prefill is similar (docs/estimates.md).
+EngineClass: TypeAlias = Literal["paper", "sglang", "vllm"]
 
 
 class ErrorParts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -10,10 +10,10 @@ import math
 from dataclasses import dataclass, replace
 
 from prfaas.catalog.hardware import Accelerator
-from prfaas.catalog.points import EngineClass
 from prfaas.catalog.provenance import Sourced
 from prfaas.catalog.shape import ModelShape, WeightFormat
 from prfaas.errors import InputError
+from prfaas.estimator.efficiency import EngineClass
 from prfaas.kvspec import KVSpec
 
 # Tokens of one pass of a prefill. SGLang's and vLLM's defaults on data-center GPUs.

@@ -15,10 +15,9 @@ from typing import get_args
 import msgspec
 
 from prfaas.catalog import Catalog, PrefillPoint, ProfileRecord
-from prfaas.catalog.points import EngineClass
 from prfaas.catalog.shape import ModelShape
 from prfaas.errors import InputError
-from prfaas.estimator.efficiency import Efficiencies, fitted
+from prfaas.estimator.efficiency import Efficiencies, EngineClass, fitted
 from prfaas.estimator.instance import CHUNK_TOKENS, Instance
 from prfaas.estimator.memory import require_fit
 from prfaas.estimator.profile import estimated_profile

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from prfaas.testing.token_identical import LARGEST_ROUNDINGS, GeneratedTokens, compare
+from prfaas.studies.token_identical import LARGEST_ROUNDINGS, GeneratedTokens, compare
 
 ComparisonRule: TypeAlias = Literal["same_cuts", "log_probabilities", "every_token"]
 CANDIDATES = 5  # log-probabilities per token; OpenAI's API allows as many

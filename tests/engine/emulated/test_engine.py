@@ -18,7 +18,7 @@ from prfaas.engine.emulated import EmulatedEngine, EmulatedModel, Scales, scaled
 from prfaas.engine.memory import MemorySegments
 from prfaas.errors import EngineError, InputError
 from prfaas.kvspec import Segment
-from prfaas.testing import FakeClock
+from prfaas_lab.testing import FakeClock
 from tests.engine.contract import EngineContract, MakeEngine, exported, greedy, job, prompt
 from tests.engine.emulated.builders import LAYERS, PROFILE, SPEC, STEPS, emulated
 from tests.engine.watching import Watched

@@ -14,7 +14,7 @@ import torch
 
 from prfaas.engine.checkpoint.make import make_checkpoint
 from prfaas.engine.hf import HFEngine, LoadedModel, load_model
-from prfaas.testing.token_identical import GeneratedTokens
+from prfaas.studies.token_identical import GeneratedTokens
 
 PAPER = ("kimi-linear", "qwen3-next", "mimo", "gpt-oss", "qwen3")
 ALL = (*PAPER, "falcon-h1", "gemma3", "deepseek-v3")

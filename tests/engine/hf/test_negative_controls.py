@@ -11,7 +11,7 @@ from prfaas.engine.api import EngineJob, Export, Resume, Sampling
 from prfaas.engine.memory import MemorySegments
 from prfaas.engine.runner import run
 from prfaas.errors import EngineError
-from prfaas.testing.token_identical import GeneratedTokens, compare
+from prfaas.studies.token_identical import GeneratedTokens, compare
 from tests.engine.hf import models
 
 Dump = dict[str, bytes]

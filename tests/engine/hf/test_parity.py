@@ -19,7 +19,7 @@ from prfaas.engine.hf import HFEngine
 from prfaas.engine.memory import MemorySegments
 from prfaas.engine.runner import JobOutcome, RunningJob, run
 from prfaas.kvspec import FullAttention
-from prfaas.testing.token_identical import GeneratedTokens, assert_token_identical
+from prfaas.studies.token_identical import GeneratedTokens, assert_token_identical
 from tests.engine.hf import models
 from tests.waiting import PATIENCE_S
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from prfaas.errors import InputError
-from prfaas.faults.catalogue import FAULTS
-from prfaas.faults.clusters.catalogue import (
+from prfaas_lab.faults.catalogue import FAULTS
+from prfaas_lab.faults.clusters.catalogue import (
     CLUSTER_FAULTS,
     choose_faults,
     draw_from,

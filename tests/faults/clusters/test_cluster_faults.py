@@ -8,9 +8,14 @@ from functools import partial
 
 import pytest
 
-from prfaas.faults.catalogue import FAULTS, Fault
-from prfaas.faults.clusters.catalogue import CLUSTER_FAULTS, cluster_drained, faults_of, is_drained
-from prfaas.faults.deployment import FaultDeployment, planning_gateways
+from prfaas_lab.faults.catalogue import FAULTS, Fault
+from prfaas_lab.faults.clusters.catalogue import (
+    CLUSTER_FAULTS,
+    cluster_drained,
+    faults_of,
+    is_drained,
+)
+from prfaas_lab.faults.deployment import FaultDeployment, planning_gateways
 from tests.complaints import check_output
 from tests.faults.conftest import EACH, FaultSetup
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from prfaas.config import load_deployment
-from prfaas.faults.clusters.layout import Layout
-from prfaas.faults.clusters.sizes import small_clusters
+from prfaas_lab.faults.clusters.layout import Layout
+from prfaas_lab.faults.clusters.sizes import small_clusters
 
 FILE = Path(__file__).parents[3] / "configs" / "two_by_two.toml"
 

@@ -7,10 +7,10 @@ import pytest
 from prfaas.config import load_deployment
 from prfaas.config.deployment import SLO, Cluster, Deployment, Lognormal, ModelSection
 from prfaas.errors import InputError
-from prfaas.faults import preparation
-from prfaas.faults.clusters.sizes import FASTEST_GBPS, small_clusters, tiny_clusters
-from prfaas.faults.preparation import EMULATED, prepare_fault_deployment
 from prfaas.studies.network_plans import NetworkStudy
+from prfaas_lab.faults import preparation
+from prfaas_lab.faults.clusters.sizes import FASTEST_GBPS, small_clusters, tiny_clusters
+from prfaas_lab.faults.preparation import EMULATED, prepare_fault_deployment
 
 FILE = Path(__file__).parents[3] / "configs" / "two_by_two.toml"
 TINY = Deployment(

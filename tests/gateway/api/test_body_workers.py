@@ -32,8 +32,8 @@ from prfaas.gateway.body_workers.pool import BodyWorkers, memory_bound
 from prfaas.gateway.client.request_body import encode_body
 from prfaas.gateway.tenants import Tenants
 from prfaas.gateway.turns import QUEUED_PER_TENANT
-from prfaas.testing.clock import FakeClock
 from prfaas.text import load_tokenizer
+from prfaas_lab.testing.clock import FakeClock
 from tests.gateway.api.api_server import api_server, joined
 from tests.waiting import HANG_S, wait_until
 

@@ -8,7 +8,7 @@ from aiohttp.test_utils import make_mocked_request
 from prfaas.gateway.api.credentials import GatewayCredentials
 from prfaas.gateway.console.access import ConsoleAccess
 from prfaas.security.shared_key import SharedKey
-from prfaas.testing.clock import FakeClock
+from prfaas_lab.testing.clock import FakeClock
 
 KEY = "k" * 32
 

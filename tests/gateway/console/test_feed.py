@@ -15,7 +15,7 @@ from prfaas.gateway.console.deltas import Delta, apply
 from prfaas.gateway.console.feed import MOST_QUEUED, MOST_WATCHERS, Feed, Opening, Watcher
 from prfaas.gateway.console.recent import RecentRequests
 from prfaas.gateway.following.kept_requests import RequestHistory
-from prfaas.testing.clock import FakeClock
+from prfaas_lab.testing.clock import FakeClock
 from tests.gateway.backends import until
 from tests.gateway.console.made_scenes import HOSTILE, MadeScenes, node, scene
 from tests.gateway.console.test_events import with_link, with_node

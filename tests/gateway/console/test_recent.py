@@ -14,7 +14,7 @@ from prfaas.gateway.following.kept_requests import IN_PROGRESS, RequestHistory
 from prfaas.gateway.request import RequestTrace
 from prfaas.scheduler.explain import Explanation
 from prfaas.scheduler.waiting import Hold
-from prfaas.testing.clock import FakeClock
+from prfaas_lab.testing.clock import FakeClock
 
 EPOCH_S = 1_000_000.0
 

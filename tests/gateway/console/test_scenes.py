@@ -16,8 +16,8 @@ from prfaas.gateway.planning.plan_history import PlanHistory
 from prfaas.gateway.planning.prefix_copies import PrefixCopies
 from prfaas.gateway.router import Router
 from prfaas.gateway.status import GatewayStatus
-from prfaas.testing.clock import FakeClock
 from prfaas.types import ClusterId, HashEvent
+from prfaas_lab.testing.clock import FakeClock
 from tests.gateway.console.made_scenes import HOSTILE
 from tests.gateway.fleets import (
     LONG,

@@ -16,9 +16,9 @@ from prfaas.gateway.fleet.booking import Booking
 from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.request import RequestTrace
 from prfaas.gateway.router import Router
-from prfaas.testing.clock import FakeClock
 from prfaas.tracing.spans import SILENT
 from prfaas.types import NodeId, NotNow
+from prfaas_lab.testing.clock import FakeClock
 from tests.gateway.backends import gateway_request, prompt
 from tests.gateway.fleets import (
     LONG,

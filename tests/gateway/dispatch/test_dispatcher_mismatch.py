@@ -25,9 +25,9 @@ from prfaas.gateway.homes.traffic import HomeTraffic
 from prfaas.gateway.planning.prefix_copies import PrefixCopies
 from prfaas.gateway.request import RequestTrace
 from prfaas.http_client.client import open_client
-from prfaas.testing.clock import FakeClock
 from prfaas.tracing.context import new_trace
 from prfaas.types import Grant, TransferId
+from prfaas_lab.testing.clock import FakeClock
 from tests.gateway.backends import gateway_request, prompt
 from tests.gateway.fleets import LONG, PD, fleet_and_router, with_timeouts
 from tests.gateway.peers import Peer, peer

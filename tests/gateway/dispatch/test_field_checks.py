@@ -19,7 +19,7 @@ from prfaas.gateway.dispatch.handoff import AttemptFailed
 from prfaas.gateway.fleet.member import Member
 from prfaas.gateway.request import GatewayRequest, RequestTrace
 from prfaas.http_client.client import open_client
-from prfaas.testing.clock import FakeClock
+from prfaas_lab.testing.clock import FakeClock
 from tests.gateway.backends import THRESHOLD, answered, gateway_request, prompt, serving
 from tests.gateway.conftest import Hosts
 from tests.gateway.fleets import B, fleet_and_router, member_of, with_timeouts

@@ -24,10 +24,10 @@ from prfaas.gateway.planning.prefix_copies import PrefixCopies
 from prfaas.gateway.request import GatewayRequest, RequestTrace
 from prfaas.http_client.client import open_client
 from prfaas.scheduler.request import CacheCopy
-from prfaas.testing.clock import FakeClock
 from prfaas.tracing.context import TraceContext, parse_traceparent
 from prfaas.tracing.spans import CUT, LOST
 from prfaas.types import Grant, LinkStats, NodeId, NotNow, TransferId
+from prfaas_lab.testing.clock import FakeClock
 from tests.gateway.backends import gateway_request, prompt, until
 from tests.gateway.fleets import (
     FARS,

@@ -23,8 +23,8 @@ from prfaas.gateway.planning.prefix_copies import PrefixCopies
 from prfaas.gateway.request import RequestTrace
 from prfaas.http_client.client import open_client
 from prfaas.kvd.store import StoreOptions
-from prfaas.testing.clock import FakeClock
 from prfaas.types import Grant
+from prfaas_lab.testing.clock import FakeClock
 from tests.gateway.backends import gateway_request, prompt, until
 from tests.gateway.fleets import (
     HOMES,

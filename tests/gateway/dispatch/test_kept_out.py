@@ -10,7 +10,7 @@ from prfaas.gateway.dispatch.kept_out import (
     digest_of,
     hashed_bytes,
 )
-from prfaas.testing.clock import FakeClock
+from prfaas_lab.testing.clock import FakeClock
 from tests.gateway.backends import gateway_request, prompt
 
 

@@ -9,8 +9,8 @@ import pytest
 from prfaas.errors import Refused
 from prfaas.gateway.exposition.nodes import STATES, NodeState, node_metrics, observe_nodes
 from prfaas.gateway.fleet.fleet import Fleet
-from prfaas.testing.clock import FakeClock
 from prfaas.types import ClusterId
+from prfaas_lab.testing.clock import FakeClock
 from tests.gateway.fleets import F, fleet_and_router, member_of
 from tests.gateway.reports import IDLE
 

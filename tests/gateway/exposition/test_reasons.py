@@ -8,7 +8,7 @@ from prfaas.gateway.exposition import reasons
 from prfaas.gateway.exposition.reasons import LABELS, OTHER, label_of
 from prfaas.scheduler.homes.elsewhere import ELSEWHERE
 from prfaas.scheduler.request import Request, local_only_reason
-from prfaas.testing.clock import FakeClock
+from prfaas_lab.testing.clock import FakeClock
 from tests.gateway.fleets import LONG, SHORT, fleet_and_router, place, placement
 
 

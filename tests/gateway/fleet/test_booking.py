@@ -10,7 +10,7 @@ from prfaas.gateway.fleet.gateway_work import GatewayWork
 from prfaas.scheduler.board import Board, NodeReport
 from prfaas.scheduler.request import Route
 from prfaas.scheduler.view import LinkView
-from prfaas.testing.clock import FakeClock
+from prfaas_lab.testing.clock import FakeClock
 from tests.scheduler.views import BACK, COSTS, FAR, LOCAL, NEAR, OUT, REMOTE, books
 
 STEPS = st.lists(st.sampled_from(["prefilled", "landed", "close"]), max_size=6)

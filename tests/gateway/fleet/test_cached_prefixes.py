@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from prfaas.cache.hashing import PromptHashes
 from prfaas.gateway.fleet.fleet import Fleet
-from prfaas.testing.clock import FakeClock
 from prfaas.types import ClusterId, HashEvent, NodeId
+from prfaas_lab.testing.clock import FakeClock
 from tests.gateway.backends import FAR, prompt
 from tests.gateway.fleets import A, B, C, F, fleet_and_router, member_of
 from tests.gateway.reports import add_native, compat, native_compat, report

@@ -9,8 +9,8 @@ import pytest
 from prfaas.errors import ConnectionLost
 from prfaas.gateway.client.node_client import Card, Load
 from prfaas.gateway.fleet.fleet import Fleet
-from prfaas.testing.clock import FakeClock
 from prfaas.types import ClusterId, NodeId
+from prfaas_lab.testing.clock import FakeClock
 from tests.gateway.backends import FAR
 from tests.gateway.fleets import (
     LONG,

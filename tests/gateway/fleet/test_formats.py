@@ -17,8 +17,8 @@ from prfaas.gateway.fleet.formats import LEAST_BLOCK_TOKENS, MOST_BLOCK_SIZES, N
 from prfaas.gateway.fleet.member import Member
 from prfaas.gateway.fleet.membership import Membership
 from prfaas.gateway.router import Router
-from prfaas.testing.clock import FakeClock
 from prfaas.types import ClusterId, NodeId
+from prfaas_lab.testing.clock import FakeClock
 from tests.gateway.backends import HOME, deployment
 from tests.gateway.fleets import (
     LONG,

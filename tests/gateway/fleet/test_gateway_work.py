@@ -5,8 +5,8 @@ from __future__ import annotations
 from prfaas.gateway.client.node_client import Load
 from prfaas.gateway.fleet.gateway_work import NO_WORK, OthersWork
 from prfaas.scheduler.request import Route
-from prfaas.testing.clock import FakeClock
 from prfaas.types import NodeId
+from prfaas_lab.testing.clock import FakeClock
 from tests.gateway.fleets import PD, A, B, fleet_and_router, member_of
 from tests.gateway.reports import load
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from prfaas.testing.clock import FakeClock
 from prfaas.types import ClusterId, LinkStats
+from prfaas_lab.testing.clock import FakeClock
 from tests.gateway.backends import FAR, HOME
 from tests.gateway.fleets import LONG, A, B, F, fleet_and_router, member_of, place, placement, step
 from tests.gateway.reports import report

@@ -8,8 +8,8 @@ from prfaas.config.gateway import DEFAULTS
 from prfaas.gateway.fleet.liveness import FellSilent, Liveness
 from prfaas.gateway.fleet.member import Contact
 from prfaas.lateness import BEAT_S, Lateness, never_late
-from prfaas.testing.clock import FakeClock
 from prfaas.types import NodeId
+from prfaas_lab.testing.clock import FakeClock
 from tests.gateway.fleets import A, B, C, F, fall_silent, fleet_and_router, member_of
 from tests.gateway.reports import appear
 

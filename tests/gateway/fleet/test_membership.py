@@ -8,8 +8,8 @@ from prfaas.errors import MalformedResponse, Refused, Unreachable
 from prfaas.gateway.client.node_client import Card, Load
 from prfaas.gateway.fleet.member import Member
 from prfaas.gateway.fleet.membership import Membership
-from prfaas.testing.clock import FakeClock
 from prfaas.types import ClusterId, NodeId
+from prfaas_lab.testing.clock import FakeClock
 from tests.gateway.backends import FAR, HOME, deployment
 from tests.gateway.fleet.test_formats import changed
 from tests.gateway.fleets import B, fleet_and_router, member_of

@@ -10,8 +10,8 @@ import pytest
 from prfaas.contracts.kvd_api import EventPage, KvdReport
 from prfaas.errors import MalformedResponse
 from prfaas.gateway.client.report_checks import check_page, check_report
-from prfaas.testing.clock import FakeClock
 from prfaas.types import NodeId
+from prfaas_lab.testing.clock import FakeClock
 from tests.gateway.backends import until
 from tests.gateway.fleet.mutations import (
     NAME,

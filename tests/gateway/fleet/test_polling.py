@@ -20,8 +20,8 @@ from prfaas.gateway.fleet.liveness import FellSilent
 from prfaas.gateway.fleet.member import Member
 from prfaas.gateway.fleet.polling import Poller
 from prfaas.http_client.client import open_client
-from prfaas.testing.clock import FakeClock
 from prfaas.types import ClusterId, HashEvent, NodeId
+from prfaas_lab.testing.clock import FakeClock
 from tests.gateway.backends import FAR, prompt, until
 from tests.gateway.fleets import fleet_and_router, with_timeouts
 from tests.gateway.peers import Peer, peer

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from prfaas.testing.clock import FakeClock
+from prfaas_lab.testing.clock import FakeClock
 from tests.gateway.fleets import LONG, F, fleet_and_router, placement
 
 SLOWER = 1.5

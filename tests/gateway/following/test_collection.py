@@ -16,8 +16,8 @@ from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.following import collection
 from prfaas.gateway.following.collection import MOST_ATTRIBUTES, MOST_NODES, SpanCollector
 from prfaas.http_client.client import open_client
-from prfaas.testing.clock import FakeClock
 from prfaas.tracing.spans import MOST_SPANS, MOST_TEXT, Span
+from prfaas_lab.testing.clock import FakeClock
 from tests.gateway.fleets import FARS, HOMES, B, F, fleet_and_router, member_of
 from tests.gateway.following.builders import TRACE_ID, span_of
 from tests.gateway.peers import Peer, peer

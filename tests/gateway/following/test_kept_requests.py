@@ -19,7 +19,7 @@ from prfaas.gateway.following.kept_requests import (
 )
 from prfaas.gateway.following.summaries import summary_of
 from prfaas.gateway.request import RequestTrace
-from prfaas.testing.clock import FakeClock
+from prfaas_lab.testing.clock import FakeClock
 from tests.gateway.following.builders import EPOCH_S, kept, record, trace
 
 

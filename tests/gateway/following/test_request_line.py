@@ -19,7 +19,7 @@ from prfaas.gateway.following.request_line import MOST_BYTES, fitting
 from prfaas.gateway.request import RequestTrace
 from prfaas.launch.request_outcomes import parse_outcome
 from prfaas.service.logging import JsonFormatter
-from prfaas.testing.clock import FakeClock
+from prfaas_lab.testing.clock import FakeClock
 
 TEXT_FORMAT = logging.Formatter("%(asctime)s %(name)s %(message)s")
 MOST_PROMPTS = 128

@@ -10,9 +10,9 @@ from prfaas.gateway.following.export import Observers, RequestExport
 from prfaas.gateway.following.kept_requests import IN_PROGRESS, KeptRequest
 from prfaas.gateway.following.request_spans import MOST_SPANS, request_spans
 from prfaas.gateway.request import MOST_COURSES, RequestTrace
-from prfaas.testing.clock import FakeClock
 from prfaas.tracing import spans as names
 from prfaas.tracing.spans import Span
+from prfaas_lab.testing.clock import FakeClock
 from tests.gateway.following.builders import (
     EPOCH_S,
     TRACE_ID,

@@ -20,8 +20,8 @@ from prfaas.gateway.planning.election import Election
 from prfaas.gateway.planning.kept_plans import PLAN, KeptPlans
 from prfaas.kvd.planning_lease import decide, first_promise
 from prfaas.scheduler.plan import Plan
-from prfaas.testing.clock import FakeClock
 from prfaas.types import ClusterId, NodeId
+from prfaas_lab.testing.clock import FakeClock
 from tests.gateway.backends import until
 from tests.gateway.homes.regions import E0, E1, EAST, WEST, Regions, regions
 from tests.gateway.peer_gateways.gateways import Gateway, gateways, polling

@@ -16,8 +16,8 @@ from prfaas.gateway.planning.prefix_copies import PrefixCopies
 from prfaas.gateway.planning.role_changes import RoleChanges
 from prfaas.http_client.client import open_client
 from prfaas.scheduler.plan import Plan
-from prfaas.testing.clock import FakeClock
 from prfaas.types import ClusterId, NodeId
+from prfaas_lab.testing.clock import FakeClock
 from tests.gateway.homes.regions import E0, E1, EAST, F0, NODES, W0, W1, WEST, regions
 from tests.gateway.planning.kept import of_older_kvds
 from tests.gateway.reports import appear

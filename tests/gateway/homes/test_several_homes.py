@@ -13,8 +13,8 @@ from prfaas.errors import ConnectionLost, RequestError
 from prfaas.gateway.homes.request_homes import RequestHomes
 from prfaas.gateway.placement import PlacementRequest
 from prfaas.scheduler.request import Route
-from prfaas.testing.clock import FakeClock
 from prfaas.types import ClusterId, NodeId
+from prfaas_lab.testing.clock import FakeClock
 from tests.gateway.backends import gateway_request
 from tests.gateway.homes.regions import (
     E0,

@@ -21,8 +21,8 @@ from prfaas.gateway.planning.kept_plans import PLAN, KeptPlans
 from prfaas.gateway.planning.record_keeping import RecordKeeping
 from prfaas.kvd.planning_records import PlanningRecords
 from prfaas.planner.network.problem import NetworkProblem
-from prfaas.testing.clock import FakeClock
 from prfaas.types import ClusterId
+from prfaas_lab.testing.clock import FakeClock
 from tests.gateway.reports import report
 
 

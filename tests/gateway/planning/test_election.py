@@ -15,7 +15,7 @@ from prfaas.gateway.client.kvd_client import KvdClient
 from prfaas.gateway.planning.candidacy import RENEW_S
 from prfaas.gateway.planning.election import Election
 from prfaas.http_client.client import open_client
-from prfaas.testing.clock import FakeClock
+from prfaas_lab.testing.clock import FakeClock
 from tests.kvd.hosts import Host, kvd
 from tests.waiting import HANG_S
 

@@ -24,8 +24,8 @@ from prfaas.gateway.planning.role_changes import RoleChanges
 from prfaas.gateway.request import RequestTrace
 from prfaas.http_client.client import open_client
 from prfaas.scheduler.homes.plans import as_network
-from prfaas.testing.clock import FakeClock
 from prfaas.types import NodeId
+from prfaas_lab.testing.clock import FakeClock
 from tests.gateway.backends import (
     FAR,
     HOME,

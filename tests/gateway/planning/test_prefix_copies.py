@@ -12,10 +12,10 @@ from prfaas.config.address import Address, parse_address
 from prfaas.gateway.dispatch.background_calls import BackgroundCalls
 from prfaas.gateway.planning.prefix_copies import REST_S, PrefixCopies, PrefixCopy
 from prfaas.http_client.client import open_client
-from prfaas.testing.clock import FakeClock
 from prfaas.types import BlockHash, NodeId
 from prfaas.wan.path import Conditions
 from prfaas.wan.relay import Relay
+from prfaas_lab.testing.clock import FakeClock
 from tests.gateway.backends import (
     FAR,
     HOME,

@@ -21,8 +21,8 @@ from prfaas.gateway.planning.prefix_copies import PrefixCopies
 from prfaas.gateway.planning.replication import LONGEST_WAIT_S, Replication, is_calm
 from prfaas.http_client.client import open_client
 from prfaas.scheduler.request import Request
-from prfaas.testing.clock import FakeClock
 from prfaas.types import HashEvent, LinkStats, NodeId
+from prfaas_lab.testing.clock import FakeClock
 from tests.gateway.backends import is_clean, moved, prompt, serving, until, with_role
 from tests.gateway.conftest import Hosts
 from tests.gateway.fleets import PD, A, B, C, fleet_and_router, member_of

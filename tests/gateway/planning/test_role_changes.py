@@ -17,8 +17,8 @@ from prfaas.gateway.planning.role_changes import STEPS_TO_WAIT, RoleChanges
 from prfaas.http_client.client import open_client
 from prfaas.scheduler.long_term.traffic import TrafficWindow
 from prfaas.scheduler.plan import Plan
-from prfaas.testing.clock import FakeClock
 from prfaas.types import ClusterId, NodeId
+from prfaas_lab.testing.clock import FakeClock
 from tests.gateway.fleets import PD, B, fleet_and_router, member_of
 from tests.gateway.reports import report
 

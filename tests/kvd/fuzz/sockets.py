@@ -26,10 +26,10 @@ from urllib.parse import urlsplit
 import msgspec
 
 from prfaas.contracts.kvd_api import PullPrefix
-from prfaas.faults.worker_processes import children_of
 from prfaas.kvd.engine_socket.messages import FrameReader, LeaseTicket, decode_answer
 from prfaas.transport.link import LinkOptions
 from prfaas.types import Grant, NotNow
+from prfaas_lab.faults.worker_processes import children_of
 from tests.cache.builders import BLOCK
 from tests.complaints import check_output
 from tests.kvd.fuzz.http_responses import Responses

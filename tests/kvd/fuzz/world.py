@@ -37,10 +37,10 @@ from prfaas.kvd.transfers.outgoing import OutgoingTransfers
 from prfaas.lateness import LatenessMonitor
 from prfaas.security.peers import PeerRules
 from prfaas.service.stopping import Stopping
-from prfaas.testing.clock import FakeClock
 from prfaas.transport.link import ConnectionBudget, LinkOptions
 from prfaas.transport.listener import Listener
 from prfaas.types import Grant, NodeId, NotNow
+from prfaas_lab.testing.clock import FakeClock
 from tests.kvd.fuzz.http_responses import Responses
 from tests.kvd.fuzz.oracle import FuzzFailure
 from tests.kvd.fuzz.sessions import Granted, Memory

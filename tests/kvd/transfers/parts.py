@@ -29,10 +29,10 @@ from prfaas.kvd.transfers.links import Links
 from prfaas.kvd.transfers.manifest import plan_segments
 from prfaas.kvd.transfers.outgoing import OutgoingTransfers
 from prfaas.kvspec import KVSpec, Segment, segment_bytes
-from prfaas.testing.clock import FakeClock
 from prfaas.transport.link import ConnectionBudget, LinkOptions
 from prfaas.transport.listener import Listener
 from prfaas.types import Grant, NodeId, NotNow, TransferId
+from prfaas_lab.testing.clock import FakeClock
 from tests.cache.builders import BLOCK
 from tests.kvd.hosts import COMPAT, MEMORY_BYTES, SPEC, names
 

@@ -10,9 +10,9 @@ import pytest
 from prfaas.config.address import Address
 from prfaas.errors import InputError, TransferFailed
 from prfaas.kvd.transfers.links import LINK_IDLE_S, Links
-from prfaas.testing import FakeClock
 from prfaas.transport.link import ConnectionBudget, LinkOptions
 from prfaas.transport.listener import Listener
+from prfaas_lab.testing import FakeClock
 from tests.transport.ends import Owner, expect, grant_for, nothing_leaks, segments, send
 from tests.waiting import PATIENCE_S, wait_until
 
