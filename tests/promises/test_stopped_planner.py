@@ -115,6 +115,8 @@ async def test_a_stopped_planner_gives_way(tmp_path: Path) -> None:
 
                 async def has_changed() -> bool:
                     own = own_gateway(await player.state(other))
+                    if own["followed"] is None:  # it plans, and has yet to make a plan
+                        return False
                     return own["followed"][0] >= epoch and own["drained"] == [FAR]
 
                 await player.until(has_changed, "the plan and the drain of the other are followed")

@@ -29,6 +29,7 @@ from tests.gateway.fleets import PD, A, B, C, fleet_and_router, member_of
 from tests.gateway.hot import SHARED_TOKENS, Crowd, deployment
 from tests.gateway.peers import peer
 from tests.gateway.reports import IDLE, NATIVE_BLOCK, add_native, native_compat, report
+from tests.waiting import PATIENCE_S
 
 
 @pytest.mark.slow
@@ -42,8 +43,11 @@ async def test_a_saturated_holder_gets_company(
         holder = await crowd.warm()
         (name,) = set(with_role(backend, "prefill")) - {holder.stats()["node"]}
         other = unassigned.named(name)
-        await crowd.burst(3)
-        await until(lambda: moved(backend, "replicate") == (1, 0))
+        async with asyncio.timeout(PATIENCE_S):
+            # On a busy machine, the gateway may look when the holder is idle again, or find a host
+            # silent over which it would copy.
+            while not moved(backend, "replicate")[0]:
+                await crowd.burst(3)
         assert crowd.held_by(other) == SHARED_TOKENS
         before = other.hit_tokens()
         await crowd.burst(8)  # the holder is still the busier one
