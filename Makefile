@@ -12,7 +12,7 @@
 # make promises    2,000 drawn cases in the simulator, 100 with real gateways, and floods, with a new
 #                  seed (CASES=2000 LIVE=100 SEED=)
 # make test-envoy      the gateways behind a real Envoy, in an environment of its own
-# make test-cluster    studies on a Ray and a Dask cluster of two nodes, in its own environment
+# make test-cluster    studies on a Ray cluster of two nodes, in its own environment
 # make test-kubernetes  the image, and the pods of rendered manifests with podman, as root
 # make test-long   the tests that need hours: make fuzz, make test-grid, make soak
 # make test-grid   the tests marked grid: further models, lengths, seeds and pairs of engines
@@ -217,14 +217,14 @@ $(ENVOY_READY): pyproject.toml lab/pyproject.toml constraints.txt $(if $(ENVOY_S
 test-envoy: $(ENVOY_READY)
 	$(ENVOY_VENV)/bin/python -m pytest tests/envoy
 
-# Ray and Dask are large, and only `--cluster` needs them.
+# Ray is large, and only `--cluster` needs it.
 CLUSTER_VENV := .venv-cluster
 CLUSTER_READY := $(CLUSTER_VENV)/.ready
 CLUSTER_STALE := $(call stale,$(CLUSTER_VENV))
 $(CLUSTER_READY): pyproject.toml lab/pyproject.toml constraints.txt $(if $(CLUSTER_STALE),FORCE)
 	$(call make_venv,$(CLUSTER_VENV),$(CLUSTER_STALE))
 	$(CLUSTER_VENV)/bin/python -m pip install --quiet --constraint constraints.txt \
-	  --editable '.[ray,dask]' --editable ./lab pytest pytest-asyncio pytest-timeout hypothesis
+	  --editable '.[ray]' --editable ./lab pytest pytest-asyncio pytest-timeout hypothesis
 	@touch $@
 
 test-cluster: $(CLUSTER_READY)

@@ -423,7 +423,7 @@ def compare_workers(question: Question, workers: Workers) -> dict[str, Any]:
         seconds.append(time.perf_counter() - started)
     return {
         "workers": workers.count or workers.local_count(),
-        "cluster": None if workers.cluster is None else workers.cluster.address,
+        "cluster": workers.cluster,
         "one_worker_s": round(seconds[0], 1),
         "workers_s": round(seconds[1], 1),
         "ratio": round(seconds[1] / seconds[0], 3),

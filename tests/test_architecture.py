@@ -88,7 +88,6 @@ ROOMS = {
     "cloudpickle": {"studies"},
     "threadpoolctl": {"studies"},
     "ray": {"studies"},
-    "distributed": {"studies"},
     "tokenizers": {"text", "engine"},  # the engine's makes one for its own small models
 }
 PURE = {"estimator", "planner", "advisor", "scheduler", "cache"}

@@ -23,7 +23,6 @@ SHOWN = {
     "gateway/console/recent.py",  # the time of a request's arrival
     "gateway/following/export.py",  # the times of spans
     "gateway/following/paths.py",  # the times of spans
-    "node/kv_events/publisher.py",  # the timestamp of vLLM's events
     "node/request_reader.py",  # `created` of an answer
     "text/template.py",  # strftime_now of chat templates
     "security/certificates.py",

@@ -82,9 +82,7 @@ async def local_api(
     metrics = NodeMetrics("made-up", 64, engine.limits)
     builder = JobBuilder(AbsentKvd(), 64)
     try:
-        async with open_request_runner(
-            engine, builder, metrics, MonotonicClock(), lambda *_: None
-        ) as runner:
+        async with open_request_runner(engine, builder, metrics, MonotonicClock()) as runner:
             model = NodeModel("made-up", tokenizer)
             server = TestServer(
                 NodeApi(model, engine, runner, metrics).application(),

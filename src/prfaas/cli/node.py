@@ -41,7 +41,7 @@ from prfaas.launch.engine_choice import (
     import_hf_engine,
 )
 from prfaas.node.process import KvdAddress, NodeCredentials, NodeSettings, run_node
-from prfaas.security.exposure import Protection, is_loopback, refuse_exposure
+from prfaas.security.exposure import Protection, refuse_exposure
 from prfaas.security.reload import defer_hangup
 from prfaas.security.tls import load_identity
 from prfaas.service.allocator import limit_heap_growth
@@ -116,7 +116,7 @@ def node(
     log_format: LogFormat,
     kvd_options: tuple[str, ...],
 ) -> None:
-    """Serve a model with vLLM's API: completions, chats, /metrics, KV events; prefill or decode.
+    """Serve a model with vLLM's API: completions, chats, /metrics; prefill or decode.
 
     State goes through a kvd: a running one (--kvd), or one that the node starts and ends. The
     options after `--` go to that one (see `prfaas kvd --help`), and so does --config. SIGTERM
@@ -172,8 +172,6 @@ def node(
         section.host,
         section.port,
         section.advertise,
-        section.events,
-        section.replay,
         section.timeouts,
         keep_answers=section.keep_answers,
         otlp_endpoint=section.otlp_endpoint,
@@ -280,15 +278,6 @@ def _refuse_exposure(section: NodeSection, credentials: NodeCredentials) -> None
         credentials.member_key is not None, credentials.tls is not None, section.insecure
     )
     refuse_exposure(section.host, protection, where="--host", key_flag="--member-key-file")
-    for name, endpoint in (("events", section.events), ("replay", section.replay)):
-        # KV events have no credentials of their own, whatever protects the HTTP API.
-        host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-        if endpoint.startswith("tcp://") and not section.insecure and not is_loopback(host):
-            raise InputError(
-                f"other hosts could read the cache events at {endpoint}",
-                where=f"node.{name}",
-                fix="use tcp://127.0.0.1:PORT or ipc://PATH, or accept the risk with --insecure",
-            )
 
 
 def _kvd_options(section: NodeSection) -> list[str]:

@@ -27,9 +27,8 @@ def workers_options(command: Callable[..., R]) -> Callable[..., R]:
     @click.option(
         "--cluster",
         metavar="ADDRESS",
-        help="Run the cases on a Ray or Dask cluster that exists already: ray:auto, "
-        "ray:HOST:PORT, ray://HOST:PORT or dask://HOST:PORT. Its machines need the same versions "
-        "of Python and prfaas.",
+        help="Run the cases on a Ray cluster that exists already: ray:auto, ray:HOST:PORT or "
+        "ray://HOST:PORT. Its machines need the same versions of Python and prfaas.",
     )
     @functools.wraps(command)
     def with_workers(*args: Any, count: int | None, cluster: str | None, **options: Any) -> R:

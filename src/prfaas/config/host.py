@@ -133,8 +133,6 @@ class NodeTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Time after SIGTERM in which the node is not ready any more, but still accepts requests. It
     must be longer than two intervals of the gateways' polls (`gateway.timeouts.node_poll_s`).
     Gateways also copy hot prefixes away meanwhile. SIGINT skips it."""
-    event_poll_s: Amount = 30.0
-    """Duration of one long poll for the kvd's cache events."""
     kvd_wait_s: AmountOrZero = 0.0
     """Time at the start in which the node waits for the kvd at `kvd_socket`, as where both are
     started together."""
@@ -159,7 +157,8 @@ class NodeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kvd_socket: str | None = None
     """Socket of a running kvd. Without it, the node starts a kvd that ends with the node."""
     kvd_url: str | None = None
-    """HTTP address of that kvd, for gateways and KV events."""
+    """HTTP address of that kvd, which the node tells in `/v1/models`, for commands that are given
+    the node's URL."""
     member_key_file: str | None = None
     """File with the member key, which the gateways, nodes and kvds of a deployment share. With it,
     the API requires the key. Required to listen on more than loopback."""
@@ -198,10 +197,6 @@ class NodeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     conversation resumes from it. The kvd sets at most 1/32 of its memory aside for this."""
     max_waiting: Count = 256
     """Requests in the engine's queue. Further requests are refused with status 503."""
-    events: str = "tcp://127.0.0.1:0"
-    """ZMQ endpoint for KV events in vLLM's format."""
-    replay: str = "tcp://127.0.0.1:0"
-    """ZMQ endpoint for the replay of KV events."""
     otlp_endpoint: str | None = None
     """URL of a collector that spans are sent to by OTLP over HTTP, for example
     http://localhost:4318; needs the extra `otel` ([tracing.md](tracing.md)). A kvd

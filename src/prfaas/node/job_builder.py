@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from prfaas.cache.hashing import block_hashes, tail_hash
 from prfaas.contracts.kv_transfer_params import (
@@ -124,13 +124,6 @@ class LeaseProvider(Protocol):
     ) -> WriteLease | NotNow: ...
 
 
-class Conversation(NamedTuple):
-    """A prompt and its answer, as far as their state is kept."""
-
-    tokens: Sequence[int]
-    hashes: Sequence[BlockHash]
-
-
 class JobBuilder:
     """Without a kvd, plain requests run uncached and hand-offs fail."""
 
@@ -202,8 +195,8 @@ class JobBuilder:
         generated: Sequence[int],
         job: EngineJob,
         answer: KeptAnswer,
-    ) -> Conversation | None:
-        """Adds the state of an answer to the pool. None when the pool does not take it."""
+    ) -> bool:
+        """Adds the state of an answer to the pool. False when the pool does not take it."""
         assert job.keep is not None
         tokens = answer.tokens
         conversation = replace(request, prompt=[*request.prompt, *generated][:tokens])
@@ -214,7 +207,7 @@ class JobBuilder:
             )
             if isinstance(lease, NotNow):
                 _LOG.info("an answer was not kept: %s", lease.reason)
-                return None
+                return False
             try:
                 if lease.match_tokens < tokens:  # otherwise the pool has all of it already
                     answer.write(lease, lease.skip_tokens)
@@ -223,8 +216,8 @@ class JobBuilder:
                 lease.abort("the answer was not written")  # no effect after a commit
         except PeerError as error:
             _LOG.info("an answer was not kept: %s", error)
-            return None
-        return Conversation(conversation.prompt, hashes)
+            return False
+        return True
 
     def _remote_decode(self, request: TokenizedRequest, transfer: RemoteDecode) -> PreparedJob:
         part = replace(

@@ -1,4 +1,4 @@
-"""A node's process: connects engine, kvd, HTTP and events, and stops as `service.stopping` says."""
+"""A node's process: connects engine, kvd and HTTP, and stops as `service.stopping` says."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import mmap
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,13 +18,9 @@ from prfaas.clock import MonotonicClock
 from prfaas.config.host import NodeTimeouts
 from prfaas.engine.api import Engine
 from prfaas.errors import ConnectionLost, InputError
-from prfaas.http_client.client import open_client
 from prfaas.kvd.engine_socket.client import KvdClient
 from prfaas.listening import listen, service_url
 from prfaas.node.job_builder import JobBuilder
-from prfaas.node.kv_events.follower import EventFollower, PromptListener
-from prfaas.node.kv_events.publisher import open_publisher
-from prfaas.node.kv_events.translator import EventTranslator
 from prfaas.node.metrics import NodeMetrics
 from prfaas.node.request_reader import NodeModel
 from prfaas.node.request_runner import open_request_runner
@@ -48,7 +44,7 @@ PREPARE_S = 10.0  # for a device to register the first pages of the kvd's arena:
 
 @dataclass(frozen=True, slots=True)
 class KvdAddress:
-    """Where the node's kvd is. Without a URL the node publishes no cache events."""
+    """Where the node's kvd is. Without a URL the node cannot tell it in `/v1/models`."""
 
     socket: str
     url: str | None = None
@@ -72,8 +68,6 @@ class NodeSettings:
     host: str
     port: int
     advertise: str | None
-    events: str
-    replay: str
     timeouts: NodeTimeouts
     insecure: bool = False
     keep_answers: bool = True
@@ -113,7 +107,6 @@ async def run_node(
     url = settings.advertise or service_url(listening, tls=tls is not None)
     block_tokens = engine.compat.block_tokens
     metrics = NodeMetrics(settings.name, block_tokens, engine.limits)
-    translator = EventTranslator(engine.spec, block_tokens)
     async with AsyncExitStack() as stack:
         stack.callback(listening.close)
         await stack.enter_async_context(
@@ -123,9 +116,6 @@ async def run_node(
         await _wait_for_kvd(kvd.socket, settings.timeouts.kvd_wait_s, stopping)
         client = stack.enter_context(_client(engine, kvd, url, keeps_answers=keeps))
         await _prepare_memory(engine, client)
-        publisher = await stack.enter_async_context(
-            open_publisher(settings.events, settings.replay)
-        )
         # Under the name of its kvd: the two are one host.
         kvd_name, clock = client.registered.node, MonotonicClock()
         exporter = stack.enter_context(chosen_exporter(settings.otlp_endpoint, "node", kvd_name))
@@ -136,12 +126,9 @@ async def run_node(
                 JobBuilder(client, block_tokens, keeps_answers=keeps),
                 metrics,
                 clock,
-                PromptListener(translator, publisher),
             )
         )
-        model = NodeModel(
-            settings.name, tokenizer, kvd.url, publisher.endpoint, publisher.replay_endpoint
-        )
+        model = NodeModel(settings.name, tokenizer, kvd.url)
         api = NodeApi(
             model,
             engine,
@@ -163,16 +150,6 @@ async def run_node(
         stack.push_async_callback(runner.cleanup)
         context = tls.member_http() if tls is not None else None
         await BoundedSite(runner, listening, connections, ssl_context=context).start()
-        if kvd.url is not None:
-            http = await stack.enter_async_context(
-                open_client(
-                    member_key,
-                    tls=tls.client if tls is not None else None,
-                    server_name=tls.server_name if tls is not None else None,
-                )
-            )
-            follower = EventFollower(http, kvd.url, settings.timeouts.event_poll_s)
-            await stack.enter_async_context(_running(follower.follow(translator, publisher)))
         report(url)
         await stopping.wait_until_left(settings.timeouts.leave_s)
         await request_runner.drain(settings.timeouts.drain_s)
@@ -196,16 +173,6 @@ async def _prepare_memory(engine: Engine, client: KvdClient) -> None:
     for memory in mapped:
         await asyncio.to_thread(engine.use_memory, memory, wait_s=PREPARE_S)
     client.watch_memory(engine.use_memory)
-
-
-@asynccontextmanager
-async def _running(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
-    task = asyncio.create_task(work)
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 def _client(engine: Engine, kvd: KvdAddress, url: str, *, keeps_answers: bool) -> KvdClient:

@@ -75,9 +75,7 @@ class NodeModel:
 
     name: str
     tokenizer: ModelTokenizer | None  # None: the node takes token ids only
-    kvd_url: str | None = None  # of this node's kvd, for gateways
-    events: str | None = None  # endpoints of published and of replayed KV events
-    replay: str | None = None
+    kvd_url: str | None = None  # of this node's kvd
 
     def require_tokenizer(self) -> ModelTokenizer:
         if self.tokenizer is None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -34,7 +34,7 @@ from prfaas.node import errors
 from prfaas.node.errors import request_error
 from prfaas.node.job_builder import JobBuilder, PreparedJob, TokenizedRequest
 from prfaas.node.metrics import NodeMetrics
-from prfaas.types import BlockHash, NotNow
+from prfaas.types import NotNow
 
 # Calls to the kvd are short; waiting for one must not delay other requests' tokens.
 KVD_THREADS = 4
@@ -45,7 +45,6 @@ RETRY_S = 1.0
 
 Ending: TypeAlias = Finished | JobFailed
 EmitEvent: TypeAlias = Callable[[Event], None]
-OnPrompt: TypeAlias = Callable[[Sequence[int], Sequence[BlockHash], str], None]
 P = ParamSpec("P")
 T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
@@ -80,7 +79,6 @@ class ActiveRequest:
         self.over = False
         self.resumed_tokens = 0
         self.generated: list[int] = []
-        self.prompt_told = request.continuation > 0  # the first continuation tells it
         self.leased_s: float | None = None  # the kvd has given the pages, or has none to give
         self.began_s: float | None = None  # the engine has taken the job from its queue
         self.computed_s: float | None = None  # the prompt
@@ -113,7 +111,6 @@ class RequestRunner:
         builder: JobBuilder,
         metrics: NodeMetrics,
         clock: Clock,
-        on_prompt: OnPrompt,
         tasks: asyncio.TaskGroup,
         threads: _Threads,
     ) -> None:
@@ -121,7 +118,6 @@ class RequestRunner:
         self._builder = builder
         self._metrics = metrics
         self._clock = clock
-        self._on_prompt = on_prompt
         self._tasks = tasks
         self._threads = threads
         self._active: set[ActiveRequest] = set()
@@ -200,7 +196,7 @@ class RequestRunner:
 
     async def _keep(self, active: ActiveRequest, job: EngineJob, answer: KeptAnswer) -> None:
         """The client has the whole answer by now."""
-        request, kept = active.request, None
+        request, kept = active.request, False
         waiting, nbytes = self._keeping, answer.nbytes
         if len(waiting) < MAX_KEEPING and sum(waiting) + nbytes <= MAX_KEEPING_BYTES:
             waiting.append(nbytes)
@@ -211,11 +207,10 @@ class RequestRunner:
                 )
             finally:
                 waiting.remove(nbytes)
-        if kept is None:
+        if kept:
+            self._metrics.kept_answers.inc()
+        else:
             self._metrics.unkept_answers.inc()
-            return
-        self._metrics.kept_answers.inc()
-        self._on_prompt(kept.tokens, kept.hashes, request.salt)
 
     async def _answer(self, active: ActiveRequest) -> tuple[Ending, EngineJob | None]:
         request = active.request
@@ -235,15 +230,6 @@ class RequestRunner:
             return await self._pass_on(active, prepared, inbox), prepared.job
         finally:
             await self._in_thread(prepared.end)
-            self._tell_prompt(active, prepared)
-
-    def _tell_prompt(self, active: ActiveRequest, prepared: PreparedJob) -> None:
-        """Once per request, and not before its first token: a long prompt takes milliseconds here,
-        in which the engine's thread cannot launch kernels."""
-        if not active.prompt_told:
-            active.prompt_told = True
-            request = active.request
-            self._on_prompt(request.prompt, prepared.hashes, request.salt)
 
     def _submit(
         self, active: ActiveRequest, prepared: PreparedJob, inbox: asyncio.Queue[Event | _Lost]
@@ -297,9 +283,6 @@ class RequestRunner:
                     active.first_token_s = now if first else active.first_token_s
                     active.last_token_s = last_s = now
             active.emit(event)
-            if isinstance(event, Token) and not active.prompt_told:
-                await asyncio.sleep(0)  # the handler sends the token first
-                self._tell_prompt(active, prepared)
 
     async def _computed(self, active: ActiveRequest, prepared: PreparedJob) -> None:
         try:
@@ -329,17 +312,16 @@ class RequestRunner:
 
 @asynccontextmanager
 async def open_request_runner(
-    engine: Engine, builder: JobBuilder, metrics: NodeMetrics, clock: Clock, on_prompt: OnPrompt
+    engine: Engine, builder: JobBuilder, metrics: NodeMetrics, clock: Clock
 ) -> AsyncIterator[RequestRunner]:
-    """Calls `on_prompt` with every prompt and its block hashes. On exit, the remaining requests are
-    cancelled and their leases have ended."""
+    """On exit, the remaining requests are cancelled and their leases have ended."""
     with (
         ThreadPoolExecutor(KVD_THREADS, thread_name_prefix="prfaas-kvd-calls") as calls,
         ThreadPoolExecutor(1, thread_name_prefix="prfaas-answers") as answers,
     ):
         threads = _Threads(calls, answers)
         async with asyncio.TaskGroup() as tasks:
-            server = RequestRunner(engine, builder, metrics, clock, on_prompt, tasks, threads)
+            server = RequestRunner(engine, builder, metrics, clock, tasks, threads)
             try:
                 yield server
             finally:

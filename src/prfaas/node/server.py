@@ -127,8 +127,6 @@ class NodeApi:
             "max_model_len": self._engine.limits.max_tokens,
             "prfaas": {
                 "kvd_url": self._model.kvd_url,
-                "events": self._model.events,
-                "replay": self._model.replay,
                 "compat": msgspec.to_builtins(self._engine.compat),
                 "serves": served_fields(),
             },

@@ -1,4 +1,4 @@
-"""Ray and Dask clusters of two nodes, as processes of this machine."""
+"""Ray clusters of two nodes, as processes of this machine."""
 
 from __future__ import annotations
 
@@ -41,8 +41,6 @@ def _running(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[byt
         "RAY_USAGE_STATS_ENABLED": "0",
         # Ray's client server forks while gRPC's threads run; gRPC's handlers of a fork may abort.
         "GRPC_ENABLE_FORK_SUPPORT": "0",
-        # A case whose worker dies is tried again so many times; one time more is enough here.
-        "DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "0",
     }
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -102,28 +100,3 @@ def _wait_for_nodes(address: str, count: int) -> None:
         wait_until(lambda: ray.cluster_resources().get("CPU") == count, within_s=HANG_S)
     finally:
         ray.shutdown()
-
-
-@contextmanager
-def dask_cluster(threads: int = 1) -> Iterator[str]:
-    """A scheduler and two workers."""
-    dask = str(Path(sys.executable).with_name("dask"))
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dask-")))
-        address = f"127.0.0.1:{free_port()}"
-        listening = ["--host", f"tcp://{address}", "--no-dashboard"]
-        log = folder / "scheduler.log"
-        scheduler = stack.enter_context(_running([dask, "scheduler", *listening], log))
-        _found(r"(Scheduler at:)", log, scheduler)
-        options = ["--nworkers", "2", "--nthreads", str(threads), "--no-dashboard"]
-        log = folder / "workers.log"
-        stack.enter_context(_running([dask, "worker", f"tcp://{address}", *options], log))
-        _wait_for_workers(f"tcp://{address}", 2)
-        yield f"dask://{address}"
-
-
-def _wait_for_workers(address: str, count: int) -> None:
-    from distributed import Client
-
-    with Client(address, set_as_default=False) as client:
-        client.wait_for_workers(count, timeout=HANG_S)

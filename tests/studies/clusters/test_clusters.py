@@ -1,4 +1,4 @@
-"""Studies on Ray and Dask clusters: results, errors, lost workers (`make test-cluster`)."""
+"""Studies on a Ray cluster: results, errors, lost workers (`make test-cluster`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from prfaas.studies.parallel import run_all as module
 from prfaas.studies.parallel.packed_case import installed_versions
 from prfaas.studies.parallel.run_all import run_all
 from prfaas.studies.parallel.workers import Workers, parse_cluster
-from tests.studies.clusters.services import ROOT, RayCluster, dask_cluster, ray_cluster
+from tests.studies.clusters.services import ROOT, RayCluster, ray_cluster
 from tests.studies.parallel.cases import bad_input, broken, deadly, draw, numeric_threads
 from tests.waiting import HANG_S, wait_until
 
@@ -38,19 +38,9 @@ def ray() -> Iterator[RayCluster]:
         yield cluster
 
 
-@pytest.fixture(scope="module")
-def dask() -> Iterator[str]:
-    pytest.importorskip("distributed", reason="dask is not installed; run `make test-cluster`")
-    with dask_cluster() as address:
-        yield address
-
-
-@pytest.fixture(params=["ray", "ray client", "dask"])
-def workers(request: pytest.FixtureRequest) -> Workers:
-    if request.param == "dask":
-        return Workers(cluster=parse_cluster(request.getfixturevalue("dask")))
-    cluster: RayCluster = request.getfixturevalue("ray")
-    address = cluster.client if "client" in request.param else cluster.address
+@pytest.fixture(params=["ray", "ray client"])
+def workers(request: pytest.FixtureRequest, ray: RayCluster) -> Workers:
+    address = ray.client if "client" in request.param else ray.address
     return Workers(cluster=parse_cluster(address))
 
 
@@ -104,26 +94,10 @@ def test_machines_with_other_code_are_refused(
         run_all(draw, SEEDS, workers)
 
 
-@pytest.mark.parametrize(
-    ("package", "address"),
-    [
-        ("ray", "ray:127.0.0.1:1"),
-        ("ray", "ray://127.0.0.1:1"),
-        ("distributed", "dask://127.0.0.1:1"),
-    ],
-)
-def test_a_cluster_that_is_not_there(package: str, address: str) -> None:
-    pytest.importorskip(package, reason=f"{package} is not installed; run `make test-cluster`")
+@pytest.mark.parametrize("address", ["ray:127.0.0.1:1", "ray://127.0.0.1:1"])
+def test_a_cluster_that_is_not_there(address: str) -> None:
+    pytest.importorskip("ray", reason="ray is not installed; run `make test-cluster`")
     with pytest.raises(InputError, match="cannot be used"):
-        run_all(draw, SEEDS, Workers(cluster=parse_cluster(address)))
-
-
-def test_dask_workers_with_several_threads_are_refused() -> None:
-    pytest.importorskip("distributed", reason="dask is not installed; run `make test-cluster`")
-    with (
-        dask_cluster(threads=2) as address,
-        pytest.raises(InputError, match="--nthreads 1"),
-    ):
         run_all(draw, SEEDS, Workers(cluster=parse_cluster(address)))
 
 

@@ -14,7 +14,7 @@ from prfaas.launch.kubernetes.pods import APP, Manifest, labels
 
 
 class Flow(NamedTuple):
-    """A row of the table. Rows within a pod have no port, and need no rule."""
+    """A row of the table. The row within a pod has no port, and needs no rule."""
 
     row: int
     source: str  # client, operator, gateway or member
@@ -28,11 +28,10 @@ FLOWS = (
     Flow(2, "operator", "member", (KVD_PORT, NODE_PORT)),  # Prometheus
     Flow(3, "gateway", "member", (NODE_PORT, KVD_PORT)),
     Flow(4, "member", "gateway", (GATEWAY_PORT,)),
-    Flow(5, "member", "member", ()),  # of one pod
-    Flow(6, "member", "member", (DATA_PORT, KVD_PORT)),
-    Flow(7, "member", "member", ()),  # of one pod, over the Unix socket
-    Flow(8, "gateway", "gateway", (GATEWAY_PORT,)),
-    Flow(9, "client", "gateway", (GATEWAY_PORT,)),
+    Flow(5, "member", "member", (DATA_PORT, KVD_PORT)),
+    Flow(6, "member", "member", ()),  # of one pod, over the Unix socket
+    Flow(7, "gateway", "gateway", (GATEWAY_PORT,)),
+    Flow(8, "client", "gateway", (GATEWAY_PORT,)),
 )
 _DNS = {
     "to": [{"namespaceSelector": {}}],

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
 from prfaas.errors import InputError
-
-
-class ClusterAddress(NamedTuple):
-    """A cluster that exists already. `address` is what its own client expects."""
-
-    kind: Literal["ray", "dask"]
-    address: str
 
 
 @dataclass(frozen=True, slots=True)
 class Workers:
     """`count` is the number of cases that run at the same time; None stands for all cores that
-    this process may use or, with a cluster, for all cores of the cluster."""
+    this process may use or, with a cluster, for all cores of the cluster. `cluster` is the address
+    of a Ray cluster that exists already, as Ray's own client expects it."""
 
     count: int | None = None
-    cluster: ClusterAddress | None = None
+    cluster: str | None = None
 
     def local_count(self) -> int:
         if self.count is not None:
@@ -36,21 +29,17 @@ class Workers:
 HERE = Workers(count=1)
 
 
-def parse_cluster(text: str) -> ClusterAddress:
+def parse_cluster(text: str) -> str:
     """Reads the argument of `--cluster`:
 
     ray:auto, ray:HOST:PORT    from a machine of the Ray cluster
     ray://HOST:PORT            through a Ray client server
-    dask://HOST:PORT           a Dask scheduler (dask:tls://HOST:PORT: with Dask's TLS settings)
     """
     kind, _, rest = text.partition(":")
-    host = rest.removeprefix("//")
-    if kind == "ray" and host:
-        return ClusterAddress("ray", text if rest.startswith("//") else rest)
-    if kind == "dask" and host:
-        return ClusterAddress("dask", f"tcp:{rest}" if rest.startswith("//") else rest)
+    if kind == "ray" and rest.removeprefix("//"):
+        return text if rest.startswith("//") else rest
     raise InputError(
-        f"{text!r} is not the address of a Ray or Dask cluster",
+        f"{text!r} is not the address of a Ray cluster",
         where="--cluster",
-        fix="give ray:auto, ray:HOST:PORT, ray://HOST:PORT or dask://HOST:PORT",
+        fix="give ray:auto, ray:HOST:PORT or ray://HOST:PORT",
     )

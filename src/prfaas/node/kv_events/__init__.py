@@ -1,1 +1,0 @@
-"""KV events of a node in the format of vLLM, over ZMQ."""
