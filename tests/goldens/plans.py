@@ -1,0 +1,63 @@
+"""`prfaas plan` of every deployment in `configs`, in both readings, with its options.
+
+The pages that `--html` writes are recorded by their data, with few points of each curve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.goldens.canonical import Golden, Precision
+from tests.goldens.commands import page_data, prfaas, workplace
+
+# The search for the best threshold and split stops at a tolerance, and its results go into others.
+PRECISION = Precision(digits=7)
+NOT_DEPLOYMENTS = {"case_study.published.toml", "host.toml"}
+SEVERAL_HOMES = {"two_by_two", "four_by_three"}
+WITHOUT_PAGE = {"four_by_three"}  # its curves take seconds
+_CURVE_POINTS = 8
+
+
+def goldens() -> Iterator[Golden]:
+    with workplace() as place:
+        files = sorted(path.name for path in (place / "configs").glob("*.toml"))
+        for file in files:
+            if file not in NOT_DEPLOYMENTS:
+                yield from _deployment(f"configs/{file}")
+        case = "configs/case_study.toml"
+        published = ("--compare", "configs/case_study.published.toml")
+        yield Golden("case_study.compare.json", prfaas("plan", case, *published, "--json").data)
+        swept = ("--sweep", "links.0.gbps=5,10,100", "--workers", "1")
+        yield Golden("case_study.sweep.json", prfaas("plan", case, *swept, "--json").data)
+        loaded = ("--reading", "exact", "--load", "2.5")
+        yield Golden("case_study.load.json", prfaas("plan", case, *loaded, "--json").data)
+
+
+def _deployment(file: str) -> Iterator[Golden]:
+    name = Path(file).stem
+    for reading in ("paper", "exact"):
+        words = ("plan", file, "--reading", reading)
+        yield Golden(f"{name}.{reading}.json", prfaas(*words, "--json").data)
+        yield Golden(f"{name}.{reading}.txt", prfaas(*words).text)
+    if name not in SEVERAL_HOMES:
+        mapped = prfaas("plan", file, "--map", "--workers", "1", "--json").data
+        yield Golden(f"{name}.map.json", mapped["map"])
+    if name in WITHOUT_PAGE:
+        return
+    page = Path(f"{name}.html")
+    written = prfaas("plan", file, "--html", page)
+    assert written.code == 0, written.err
+    yield Golden(f"{name}.page.json", _thinned(page_data(page)))
+
+
+def _thinned(value: Any) -> Any:
+    """Long lists of numbers are curves: some of their points are enough."""
+    if isinstance(value, dict):
+        return {key: _thinned(inner) for key, inner in value.items()}
+    if not isinstance(value, list):
+        return value
+    if len(value) > _CURVE_POINTS and all(isinstance(v, int | float | list) for v in value):
+        value = value[:: -(-len(value) // _CURVE_POINTS)]
+    return [_thinned(inner) for inner in value]
