@@ -139,7 +139,7 @@ def _situation(
     costs: Mapping[ClusterId, Costs],
 ) -> dict[ClusterId, HomeContext]:
     """Everything that a deployment has at one moment, as the router of each home sees it."""
-    busy, lost = draws.share(), draws.one_of((0.0, 0.0, 0.1, 0.5))
+    busy, lost = draws.share(), draws.one_of((0.0, 0.0, 0.125, 0.5))
     remotes = {
         ClusterId(name): _cluster(draws, name, pool.instances, {}, busy, lost)
         for name, pool in network.prfaas_pools.items()
@@ -148,7 +148,8 @@ def _situation(
     for home in network.homes:
         name, plan, local = home_name(home), plans[home_name(home)], home.problem.local
         slots = local.decode.bs_max
-        own = _cluster(draws, name, local.pool.instances, plan.roles, busy, lost, slots)
+        gone = draws.one_of((lost, lost, lost, 0.875))
+        own = _cluster(draws, name, local.pool.instances, plan.roles, busy, gone, slots)
         names = [ClusterId(remote.pool.cluster) for remote in home.problem.remotes]
         links: dict[LinkId, LinkView] = {}
         for remote, other in zip(home.problem.remotes, names, strict=True):
