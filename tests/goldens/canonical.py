@@ -125,6 +125,10 @@ def _differences(recorded: Any, found: Any, at: str, precision: Precision) -> It
                 yield f"{inner}: is missing now; recorded: {_short(recorded[key])}"
             elif key not in recorded:
                 yield f"{inner}: is new: {_short(found[key])}"
+            elif key == "rows" and recorded.get("columns") == found.get("columns"):
+                columns = recorded.get("columns")
+                before, now = _named(recorded[key], columns), _named(found[key], columns)
+                yield from _differences(before, now, inner, precision)
             else:
                 yield from _differences(recorded[key], found[key], inner, precision)
     elif isinstance(recorded, list) and isinstance(found, list):
@@ -134,6 +138,11 @@ def _differences(recorded: Any, found: Any, at: str, precision: Precision) -> It
             yield from _differences(*pair, f"{at}[{number}]", precision)
     elif not _equal(recorded, found, precision):
         yield f"{where}: recorded {_short(recorded)}, now {_short(found)}"
+
+
+def _named(rows: Any, columns: list[str] | None) -> Any:
+    """The rows of a table, with the names of its columns."""
+    return rows if columns is None else [dict(zip(columns, row, strict=True)) for row in rows]
 
 
 def _equal(recorded: Any, found: Any, precision: Precision) -> bool:
