@@ -14,7 +14,16 @@ from tests.goldens.canonical import Golden, Precision, differences, text_of
 RECORDED = Path(__file__).parent / "recorded"
 # As the folders are named; the modules have the same names.
 AREAS = (
-    *("plans", "advice", "simulations", "routes", "estimates", "deployments", "manifests"),
+    *(
+        "plans",
+        "network_plans",
+        "advice",
+        "simulations",
+        "routes",
+        "estimates",
+        "deployments",
+        "manifests",
+    ),
     *("messages", "frames", "documents", "metrics", "configuration", "traces", "help", "errors"),
 )
 _SHOWN = 12  # differences of one file

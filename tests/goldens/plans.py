@@ -1,4 +1,5 @@
-"""`prfaas plan` of every deployment in `configs`, in both readings, with its options.
+"""`prfaas plan` of every deployment in `configs` with one PD cluster, in both readings, with its
+options. `network_plans` has those with several PD clusters.
 
 The pages that `--html` writes are recorded by their data, with few points of each curve.
 """
@@ -15,7 +16,7 @@ from tests.goldens.commands import page_data, prfaas, workplace
 # The search for the best threshold and split stops at a tolerance, and its results go into others.
 PRECISION = Precision(digits=7)
 NOT_DEPLOYMENTS = {"case_study.published.toml", "host.toml"}
-SEVERAL_HOMES = {"two_by_two", "four_by_three"}
+SEVERAL_HOMES = ("two_by_two", "four_by_three")
 WITHOUT_PAGE = {"four_by_three"}  # its curves take seconds
 EXACT_TEXTS = {"case_study", "qwen3.5_h200_h20"}
 _CURVE_POINTS = 8
@@ -25,8 +26,12 @@ def goldens() -> Iterator[Golden]:
     with workplace() as place:
         files = sorted(path.name for path in (place / "configs").glob("*.toml"))
         for file in files:
-            if file not in NOT_DEPLOYMENTS:
-                yield from _deployment(f"configs/{file}")
+            name = Path(file).stem
+            if file in NOT_DEPLOYMENTS or name in SEVERAL_HOMES:
+                continue
+            yield from reports(f"configs/{file}")
+            mapped = prfaas("plan", f"configs/{file}", "--map", "--workers", "1", "--json").data
+            yield Golden(f"{name}.map.json", mapped["map"])
         case = "configs/case_study.toml"
         published = ("--compare", "configs/case_study.published.toml")
         yield Golden("case_study.compare.json", prfaas("plan", case, *published, "--json").data)
@@ -36,16 +41,13 @@ def goldens() -> Iterator[Golden]:
         yield Golden("case_study.load.json", prfaas("plan", case, *loaded, "--json").data)
 
 
-def _deployment(file: str) -> Iterator[Golden]:
+def reports(file: str) -> Iterator[Golden]:
     name = Path(file).stem
     for reading in ("paper", "exact"):
         words = ("plan", file, "--reading", reading)
         yield Golden(f"{name}.{reading}.json", prfaas(*words, "--json").data)
         if reading == "paper" or name in EXACT_TEXTS:
             yield Golden(f"{name}.{reading}.txt", prfaas(*words).text)
-    if name not in SEVERAL_HOMES:
-        mapped = prfaas("plan", file, "--map", "--workers", "1", "--json").data
-        yield Golden(f"{name}.map.json", mapped["map"])
     if name in WITHOUT_PAGE:
         return
     page = Path(f"{name}.html")
