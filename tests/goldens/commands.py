@@ -61,9 +61,11 @@ def workplace() -> Iterator[Path]:
         place = Path(folder).resolve()
         shutil.copytree(ROOT / "configs", place / "configs")
         os.chdir(place)
+        mask = os.umask(0o022)  # the modes of files that commands write are recorded
         try:
             yield place
         finally:
+            os.umask(mask)
             os.chdir(before)
 
 

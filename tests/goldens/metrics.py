@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -23,7 +23,8 @@ from prfaas.planner.problem import Problem
 from prfaas.scheduler.short_term import LONG
 from prfaas.studies.problem_files import Study
 from tests.goldens.canonical import Golden
-from tests.kvd.hosts import kvd
+from tests.kvd.hosts import Host, begun, fill, kvd, names, prompt_of
+from tests.waiting import wait_until
 
 NOWHERE = "http://127.0.0.1:1"  # no service listens there
 
@@ -31,21 +32,42 @@ NOWHERE = "http://127.0.0.1:1"  # no service listens there
 def goldens() -> Iterator[Golden]:
     yield Golden("gateway.json", _families(asyncio.run(_gateway_page())))
     yield Golden("node.json", _families(_node_page()))
-    with tempfile.TemporaryDirectory(prefix="prfaas-") as folder:
-        with kvd(Path(folder)) as host, host.engine():
-            with urlopen(f"{host.url}/metrics") as answer:
-                page = answer.read().decode()
-        yield Golden("kvd.json", _families(page))
+    yield Golden("kvd.json", _families(_kvd_pages()))
+
+
+def _kvd_pages() -> str:
+    """Of two kvds, after a hand-off from one to the other."""
+    prompt = prompt_of(42)
+    with tempfile.TemporaryDirectory(prefix="prfaas-") as folder, ExitStack() as stack:
+        here, there = (stack.enter_context(kvd(Path(folder), name=name)) for name in "pd")
+        sender = stack.enter_context(here.engine())
+        stack.enter_context(there.engine())
+        grant = there.grant(prompt)
+        lease = begun(sender.begin(names(prompt), len(prompt), grant=grant))
+        fill(lease, prompt)
+        lease.commit()
+        assert there.settled(grant)["state"] == "committed"
+        # The series of the link come with its first report.
+        wait_until(lambda: "prfaas_kvd_link_rtt_seconds{" in _page(here))
+        return _page(here) + _page(there)
+
+
+def _page(host: Host) -> str:
+    status, page = host.get("/metrics")
+    assert status == 200
+    return page.decode()
 
 
 def _families(page: str) -> dict[str, Any]:
-    """Of the labels, their names; of a histogram, also its bounds."""
+    """Of the labels, their names; of a histogram, also its bounds. A family without a series shows
+    no labels. The page may be several pages, one after the other."""
     found: dict[str, Any] = {}
     for family in text_string_to_metric_families(page):
-        labels = sorted({name for sample in family.samples for name in sample.labels} - {"le"})
+        labels = {name for sample in family.samples for name in sample.labels} - {"le"}
+        labels.update(found.get(family.name, {}).get("labels", ()))
         known: dict[str, Any] = {"type": family.type, "help": family.documentation}
         if labels:
-            known["labels"] = labels
+            known["labels"] = sorted(labels)
         bounds = {sample.labels["le"] for sample in family.samples if "le" in sample.labels}
         if bounds:
             known["bounds"] = sorted(bounds, key=float)
