@@ -9,7 +9,7 @@ from tests.goldens.canonical import Golden, Precision
 from tests.goldens.commands import prfaas, workplace
 
 # As of plans.
-PRECISION = Precision(digits=7)
+PRECISION = Precision(digits=7, absolute=1e-9)
 
 
 def goldens() -> Iterator[Golden]:

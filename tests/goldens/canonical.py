@@ -25,7 +25,8 @@ class Precision(NamedTuple):
     """How exactly the floats of an area are kept and compared."""
 
     digits: int = DIGITS  # significant ones
-    absolute: float = 0.0  # a difference that is allowed besides, where decimals are cut off
+    # A difference that is allowed besides: of zeros, and where decimals are cut off.
+    absolute: float = 1e-12
 
 
 class Golden(NamedTuple):
@@ -53,14 +54,18 @@ def canonical(value: Any, digits: int) -> Any:
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, str):
-        return str(value)  # also of enumerations and of new types
+        return _with_short_floats(str(value), digits)
     raise TypeError(f"{type(value).__name__} is not plain data")
 
 
 def canonical_text(text: str, digits: int) -> str:
     """The text with shorter floats, and without spaces at the ends of lines."""
-    short = _LONG_FLOAT.sub(lambda found: f"{float(found[0]):.{digits}g}", text)
+    short = _with_short_floats(text, digits)
     return "".join(f"{line.rstrip()}\n" for line in short.splitlines())
+
+
+def _with_short_floats(text: str, digits: int) -> str:
+    return _LONG_FLOAT.sub(lambda found: f"{float(found[0]):.{digits}g}", text)
 
 
 def text_of(golden: Golden, precision: Precision) -> str:

@@ -68,9 +68,9 @@ def _families(page: str) -> dict[str, Any]:
         known: dict[str, Any] = {"type": family.type, "help": family.documentation}
         if labels:
             known["labels"] = sorted(labels)
-        bounds = {sample.labels["le"] for sample in family.samples if "le" in sample.labels}
+        bounds = {float(sample.labels["le"]) for sample in family.samples if "le" in sample.labels}
         if bounds:
-            known["bounds"] = sorted(bounds, key=float)
+            known["bounds"] = sorted(bounds)
         found[family.name] = known
     return found
 

@@ -121,10 +121,16 @@ def _at_moments(value: Any, frames: int) -> Any:
     return [_at_moments(inner, frames) for inner in value]
 
 
-def _spans(trace: Any) -> list[Any]:
+def _spans(trace: Any) -> dict[str, Any]:
     """The events of a Chrome trace as rows."""
     events = trace["traceEvents"] if isinstance(trace, dict) else trace
-    return [[f"{key}={event[key]}" for key in sorted(event)] for event in events]
+    columns = sorted({key for event in events for key in event} - {"args"})
+    rows = [[*(event.get(key) for key in columns), *_arguments(event)] for event in events]
+    return {"columns": [*columns, "args"], "rows": rows}
+
+
+def _arguments(event: dict[str, Any]) -> list[str]:
+    return ["; ".join(f"{k}: {v}" for k, v in sorted(event.get("args", {}).items()))]
 
 
 def _without_duration(text: str) -> str:
