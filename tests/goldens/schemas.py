@@ -20,16 +20,16 @@ _LENGTHS = {"min_length": "least", "max_length": "most", "pattern": "pattern"}
 
 
 def described(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """How the struct is encoded, and its fields in their order: name, type and default."""
+    """How the struct is encoded, and its fields by name: type and default."""
     info = inspect.type_info(kind)
     assert isinstance(info, inspect.StructType)
     found: dict[str, Any] = {
-        "fields": [[f.encode_name, type_text(f.type), _default(f)] for f in info.fields]
+        "fields": {f.encode_name: f"{type_text(f.type)}; {_default(f)}" for f in info.fields}
     }
     if info.tag is not None:
         found["tag"] = f"{info.tag_field}={info.tag!r}"
     if info.array_like:
-        found["array"] = True
+        found["array"] = [f.encode_name for f in info.fields]
     if info.forbid_unknown_fields:
         found["refuses_unknown_fields"] = True
     if kind.__struct_config__.omit_defaults:
@@ -95,12 +95,12 @@ def _default(field: inspect.Field) -> str:
     if field.required:
         return "required"
     if field.default_factory is not msgspec.NODEFAULT:
-        return repr(msgspec.to_builtins(field.default_factory()))
+        return f"default {msgspec.to_builtins(field.default_factory())!r}"
     if isinstance(field.default, msgspec.Struct) and field.default == type(field.default)():
-        return "its defaults"
+        return "default: its defaults"
     if field.default in (msgspec.UNSET, msgspec.NODEFAULT):
         return "left out"
-    return repr(msgspec.to_builtins(field.default, builtin_types=(bytes,)))
+    return f"default {msgspec.to_builtins(field.default, builtin_types=(bytes,))!r}"
 
 
 # Examples ----------------------------------------------------------------------------------------
