@@ -24,7 +24,17 @@ AREAS = (
         "deployments",
         "manifests",
     ),
-    *("messages", "frames", "documents", "metrics", "configuration", "traces", "help", "errors"),
+    *(
+        "messages",
+        "frames",
+        "documents",
+        "metrics",
+        "gateway_state",
+        "configuration",
+        "traces",
+        "help",
+        "errors",
+    ),
 )
 _SHOWN = 12  # differences of one file
 COMMAND = "python -m tests.goldens --write"

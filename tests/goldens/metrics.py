@@ -84,13 +84,13 @@ async def _gateway_page() -> str:
     usage = Usage(prompt_tokens=1000, completion_tokens=7)
     record = RequestRecord("id", "/v1/completions", "tenant", trace, 1000, usage, stream=True)
     metrics.count(record, "completed", 14.0)
-    deployment, problem = _deployment()
+    deployment, problem = small_deployment()
     async with running(deployment, problem) as backend:
         metrics.include(backend.metrics)
         return metrics.render().decode()
 
 
-def _deployment() -> tuple[Deployment, Problem]:
+def small_deployment() -> tuple[Deployment, Problem]:
     node = {"url": NOWHERE, "kvd_url": NOWHERE}
     raw: dict[str, Any] = {
         "model": {"name": "case-study-1t"},
