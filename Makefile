@@ -25,6 +25,7 @@
 # make format      rewrite the code with ruff
 # make docs        generate docs/configuration.md and docs/api.md from the schema
 # make dashboard   generate deploy/grafana/prfaas.json
+# make goldens     record what users see (tests/goldens), after a change that is meant (AREAS=)
 # make bench       all benchmarks, as JSON
 # make bench-quick speeds as ratios to yardsticks beside them; fails where one fell by a third
 # make bench-vllm  the connector compared with vLLM's NixlConnector, as JSON
@@ -51,7 +52,8 @@ VLLM_READY := $(VLLM_VENV)/.ready
 
 .PHONY: setup demo up soak agree test test-slow test-gpu test-grid test-long test-vllm bench-vllm \
   bench-quick check lint \
-  types format docs dashboard bench fuzz clean test-harnesses test-clients test-browser test-envoy \
+  types format docs dashboard goldens bench fuzz clean test-harnesses test-clients test-browser \
+  test-envoy \
   test-cluster test-kubernetes promises FORCE
 
 setup: $(READY)
@@ -259,6 +261,10 @@ docs: setup
 
 dashboard: setup
 	$(BIN)/python deploy/grafana/build.py > deploy/grafana/prfaas.json
+
+AREAS ?=
+goldens: setup
+	$(BIN)/python -m tests.goldens --write $(AREAS)
 
 # TRACE=conversation.jsonl.xz adds the cache's hit rates and the simulator's speed on that trace.
 # Not included: the benchmarks `policies` (half an hour) and `episode` (five minutes), and `gpu` and

@@ -53,6 +53,8 @@ TOGETHER = (
         *("tests/vllm/test_kept_answers.py", "tests/vllm/test_parameters.py"),
     ),
 )
+# The tests of these files share nothing and take long together: each is a group of its own.
+APART = ("tests/goldens/test_goldens.py",)
 # The tests of one group need the servers of one model after those of another. Two test processes
 # have one model each.
 PAIRS = "tests/vllm/test_events.py"
@@ -80,6 +82,8 @@ LONGEST = (
 
 def group_of(test: str) -> str:
     file, _, name = test.partition("::")
+    if file in APART:
+        return test
     group = next((group[0] for group in TOGETHER if file.startswith(group)), file)
     if group != PAIRS:
         return group
