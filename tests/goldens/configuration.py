@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import msgspec
 
 from prfaas.catalog.load import CatalogFile
-from prfaas.catalog.points import PointsFile
 from prfaas.config.advice import AdviceQuestion
 from prfaas.config.deployment import Deployment
 from prfaas.config.host import HostConfig
@@ -20,7 +19,6 @@ FILES: dict[str, type[msgspec.Struct]] = {
     "host": HostConfig,
     "question": AdviceQuestion,
     "catalog": CatalogFile,
-    "points": PointsFile,
     "trace": TraceRow,
 }
 

@@ -19,8 +19,6 @@ def goldens() -> Iterator[Golden]:
 
 
 def _commands(command: click.Command, words: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    if words == ("bench",):
-        return  # passes its options on to a script
     yield words
     if isinstance(command, click.Group):
         with click.Context(command) as context:
