@@ -113,6 +113,30 @@ def test_one_tenant_leaves_places_in_the_queue() -> None:
     assert queue.put(sequence("other", 0)) is None
 
 
+def filled(queue: JobQueue[Sequence], tenant: str) -> int:
+    """How many jobs of the tenant find places."""
+    count = 0
+    while queue.put(sequence(tenant, count)) is None:
+        count += 1
+    return count
+
+
+def test_each_tenant_has_half_of_the_places_that_others_leave() -> None:
+    queue = queue_of([sequence("other"), sequence("flood")])
+    queue.remove(lambda _: True)
+    assert [filled(queue, tenant) for tenant in ("flood", "other", "third")] == [128, 64, 32]
+
+
+def test_a_tenant_that_is_alone_in_the_engine_has_all_places_but_a_few() -> None:
+    queue = queue_of([])
+    assert filled(queue, "alone") == 256 - kept_free(256)
+    assert filled(queue, "other") > 0
+    early = {f"alone-{number}" for number in range(100)}
+    queue.remove(lambda one: one.job.id in early)
+    assert isinstance(queue.put(sequence("alone")), NotNow)  # it is alone no more
+    assert filled(queue_of([sequence("other"), sequence("flood")]), "") == 256 - 2
+
+
 def test_turns_are_forgotten_when_no_job_waits() -> None:
     queue = queue_of(sequence(f"tenant {number}") for number in range(100))
     assert len(order(queue)) == 100
