@@ -107,10 +107,21 @@ def test_jobs_without_a_tenant_take_every_slot_and_every_place() -> None:
     assert isinstance(queue.put(sequence("")), NotNow)
 
 
-def test_one_tenant_leaves_places_in_the_queue() -> None:
-    queue = queue_of((sequence("flood", number) for number in range(12)), max_waiting=16)
-    assert isinstance(queue.put(sequence("flood", 12)), NotNow)
-    assert queue.put(sequence("other", 0)) is None
+def filled(queue: JobQueue[Sequence], tenant: str) -> int:
+    """How many jobs of the tenant find places."""
+    count = 0
+    while queue.put(sequence(tenant, count)) is None:
+        count += 1
+    return count
+
+
+def test_each_tenant_has_half_of_the_places_that_others_leave() -> None:
+    queue = queue_of([])
+    assert [filled(queue, name) for name in ("flood", "next", "third")] == [128, 64, 32]
+
+
+def test_jobs_without_a_tenant_take_every_place() -> None:
+    assert filled(queue_of([sequence("other"), sequence("flood")]), "") == 256 - 2
 
 
 def test_turns_are_forgotten_when_no_job_waits() -> None:

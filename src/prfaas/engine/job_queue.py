@@ -1,8 +1,8 @@
 """An engine's bounded job queue, with cancellations and the request to close.
 
 Any thread adds jobs and cancels them; the engine's thread takes them. Tenants take turns, by the
-prompt tokens that their jobs compute, and no tenant takes every place or every slot
-(`contracts.slot_shares`). The queue does not depend on how jobs are computed.
+prompt tokens that their jobs compute, and no tenant takes every slot (`contracts.slot_shares`) or
+every place. The queue does not depend on how jobs are computed.
 """
 
 from __future__ import annotations
@@ -43,15 +43,25 @@ class JobQueue(Generic[S]):
         with self.changed:
             if self.closing:
                 return NotNow("the engine is closing", RETRY_S)
-            if not slot_rule(self.waiting, self._max_waiting)(sequence):
-                return NotNow(f"{len(self.waiting)} jobs are waiting", RETRY_S)
             tenant = sequence.job.tenant
+            if not self._has_place(sequence):
+                return NotNow(f"{len(self.waiting)} jobs are waiting", RETRY_S)
             if all(waiting.job.tenant != tenant for waiting in self.waiting):
                 self._turns.start(tenant)
             self._cancelled.discard(sequence.job.id)  # it was meant for an earlier job with this id
             self.waiting.append(sequence)
             self.changed.notify()
         return None
+
+    def _has_place(self, sequence: S) -> bool:
+        """A tenant takes a place while fewer of its own jobs wait than places are left. So it has
+        half of those that others leave it, and a request of many jobs finds places beside a flood.
+        """
+        tenant = sequence.job.tenant
+        if not tenant:  # it shares with no other
+            return len(self.waiting) < self._max_waiting
+        own = sum(waiting.job.tenant == tenant for waiting in self.waiting)
+        return own < self._max_waiting - len(self.waiting)
 
     def cancel(self, job_id: str) -> None:
         with self.changed:

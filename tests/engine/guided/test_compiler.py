@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -21,7 +22,7 @@ import numpy as np
 import pytest
 
 from prfaas.engine.checkpoint.tokenizer import EOS, VOCAB_SIZE, build_tokenizer, token_id
-from prfaas.engine.guided import GrammarDescription
+from prfaas.engine.guided import GrammarDescription, host_process, limits
 from prfaas.engine.guided import compiler as guided
 from prfaas.engine.guided.compiler import (
     CompiledGrammar,
@@ -38,6 +39,7 @@ ENDS = frozenset({token_id(EOS), token_id("<|im_end|>")})
 PADDED = VOCAB_SIZE + 21  # rows of the logits, more than the tokenizer has tokens
 COMPILER = GrammarCompiler(build_tokenizer().to_str(), PADDED, ENDS)
 ALPHABET = "abc"
+MOST_NICE = 19
 
 
 def compiled(kind: Kind, text: str, **more: Any) -> CompiledGrammar:
@@ -359,17 +361,147 @@ def test_all_processes_end_with_a_node_that_is_killed() -> None:
     wait_until(lambda: not any(map(is_running, processes)))
 
 
+# Each step takes longer than the one before: the text has ever more derivations.
+AMBIGUOUS = "start: s\ns: A | s s | s s s | s s s s\nA: /a/"
+# Each new end of the text is a state that is kept.
+GROWING = "start: T\nT: /(.|\\n)*a(.|\\n){12}/"
+
+
+def with_limits(monkeypatch: pytest.MonkeyPatch, **changed: float) -> None:
+    """Hosts that start from now on. What is not named here ends no process."""
+    values = {"COMPILE_CPU_S": 1e6, "STEP_CPU_S": 1e6, "SPARE_CPU_S": 1e6} | changed
+    settings = "; ".join(f"limits.{name} = {value!r}" for name, value in values.items())
+    program = f"from prfaas.engine.guided import host, limits; {settings}; host.main()"
+    monkeypatch.setattr(
+        host_process,
+        "module_command",
+        lambda module, *arguments: [sys.executable, "-c", program, *arguments],
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "steps", "changed"),
+    [
+        (AMBIGUOUS, 150, {"SPARE_CPU_S": limits.SPARE_CPU_S}),
+        (AMBIGUOUS, 110, {"STEP_CPU_S": 0.01}),
+        (GROWING, 1000, {"MEMORY_BYTES": 2 << 20}),
+    ],
+    ids=["all steps", "a step", "memory"],
+)
+def test_later_steps_have_limits_and_end_their_grammar_alone(
+    text: str, steps: int, changed: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_limits(monkeypatch, **changed)
+    draw = random.Random(0)
+    with own_compiler() as compiler:
+        made = compiler.compile(GrammarDescription("grammar", text, "field"))
+        other = compiler.compile(GrammarDescription("regex", "(ab)*", "field"))
+        assert isinstance(made, CompiledGrammar) and isinstance(other, CompiledGrammar)
+        matcher, beside = made.matcher(), other.matcher()
+        with pytest.raises(EngineError, match="too much time or memory"):
+            for number in range(steps):
+                matcher.consume(draw.choice(b"a" if text == AMBIGUOUS else b"ab"))
+                matcher.allowed_bits()
+                beside.consume(b"ab"[number % 2])
+                assert b"ba"[number % 2] in allowed(beside)
+        wait_until(lambda: made.has_exceeded_limits)
+        assert ord("a") in allowed(other.matcher())
+
+
+def test_answers_that_only_begin_gain_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_limits(monkeypatch, SPARE_CPU_S=0.0, MEAN_STEP_CPU_S=1e6)
+    with own_compiler() as compiler:
+        made = compiler.compile(GrammarDescription("regex", "a*", "field"))
+        assert isinstance(made, CompiledGrammar)
+        with pytest.raises(EngineError, match="too much time or memory"):
+            for _ in range(100):
+                made.matcher().allowed_bits()
+
+
+def test_a_process_whose_compilation_is_late_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[int] = []
+
+    def late(connection: GrammarConnection, pid: int) -> None:
+        os.kill(pid, signal.SIGSTOP)  # so that it does not end by itself
+        begun.append(pid)
+        raise TimeoutError
+
+    monkeypatch.setattr(GrammarConnection, "_wait_with_patience", late)
+    with own_compiler() as compiler:
+        with pytest.raises(InputError, match="compiling took longer"):
+            compiler.compile(GrammarDescription("grammar", ENDLESS, "field"))
+        wait_until(lambda: not is_running(begun[0]))
+
+
+def test_a_process_that_has_the_number_of_a_grammars_process_is_not_taken_for_it() -> None:
+    with own_compiler() as compiler:
+        made = compiler.compile(GrammarDescription("regex", "a", "field"))
+        assert isinstance(made, CompiledGrammar)
+        (process,) = children_of(compiler)
+        descriptor = made._connection._opened(process)
+        assert descriptor is not None
+        os.close(descriptor)
+        os.kill(process, signal.SIGKILL)
+        wait_until(lambda: not made.is_alive)
+        assert made._connection._opened(os.getpid()) is None
+
+
+def test_a_grammar_that_takes_too_much_is_tried_again_after_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its step may have been slow for a reason that has gone."""
+    now = time.monotonic
+    with own_compiler() as compiler:
+        description = GrammarDescription("regex", "ab", "field")
+        made = compiler.compile(description)
+        assert isinstance(made, CompiledGrammar)
+        os.kill(children_of(compiler)[0], signal.SIGXCPU)  # as the kernel does
+        wait_until(lambda: not made.is_alive)
+        with pytest.raises(InputError, match="too complex"):
+            compiler.known(description)
+        monkeypatch.setattr(time, "monotonic", lambda: now() + 590)
+        with pytest.raises(InputError, match="too complex"):
+            compiler.known(description)
+        monkeypatch.setattr(time, "monotonic", lambda: now() + 601)
+        again = compiler.compile(description)
+        assert isinstance(again, CompiledGrammar)
+        assert allowed(again.matcher()) == {ord("a")}
+
+
+def patient() -> int:
+    """The niceness of an expensive grammar's process."""
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    if own == MOST_NICE:
+        pytest.skip("these tests themselves take only what others leave")
+    return min(MOST_NICE, own + limits.NICENESS)
+
+
 def test_an_expensive_grammar_takes_what_others_leave() -> None:
+    expected = patient()
     with own_compiler() as compiler, ThreadPoolExecutor(1) as threads:
         cheap = compiler.compile(GrammarDescription("regex", "a", "field"))
         (process,) = children_of(compiler)
-        own = os.getpriority(os.PRIO_PROCESS, 0)
-        assert os.getpriority(os.PRIO_PROCESS, process) == own
+        assert niceness(process) == os.getpriority(os.PRIO_PROCESS, 0)
         work = threads.submit(compiler.compile, GrammarDescription("grammar", ENDLESS, "field"))
-        wait_until(lambda: max(own, guided.NICENESS) in map(niceness, children_of(compiler)))
+        wait_until(lambda: expected in map(niceness, children_of(compiler)))
         with pytest.raises(InputError, match="too complex"):
             work.result()
         del cheap
+
+
+def test_a_grammar_with_expensive_steps_takes_what_others_leave() -> None:
+    expected = patient()
+    with own_compiler() as compiler:
+        made = compiler.compile(GrammarDescription("grammar", AMBIGUOUS, "field"))
+        assert isinstance(made, CompiledGrammar)
+        (process,) = children_of(compiler)
+        matcher, steps = made.matcher(), 0
+        assert niceness(process) == os.getpriority(os.PRIO_PROCESS, 0)
+        while niceness(process) != expected:
+            matcher.consume(ord("a"))
+            matcher.allowed_bits()
+            steps += 1
+        assert steps > 10 and made.is_alive
 
 
 def niceness(process: int) -> int | None:

@@ -15,33 +15,31 @@ import hashlib
 import math
 import os
 import select
+import signal
 import socket
 import threading
 import time
 import weakref
 from collections import OrderedDict, deque
+from contextlib import suppress
 from importlib.util import find_spec
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from prfaas.engine.guided import frames
+from prfaas.engine.guided import frames, limits
 from prfaas.engine.guided.description import MAX_CHARACTERS, GrammarDescription
 from prfaas.engine.guided.frames import Begin, Begun, Compile, Compiled, End, Mask, Setup, Step
 from prfaas.engine.guided.host_process import HostCopy, HostProcess
-from prfaas.engine.guided.limits import (
-    EXPENSIVE_CPU_S,
-    MEMORY_BYTES,
-    STEP_CPU_S,
-    compile_cpu_s,
-)
+from prfaas.engine.guided.limits import MEMORY_BYTES, STEP_CPU_S, compile_cpu_s
 from prfaas.errors import EngineError, InputError
 from prfaas.types import NotNow
 
 MAX_CACHED = 32  # compiled grammars, whether a request uses them or not
 MAX_CACHED_CHARACTERS = 1 << 20  # of their descriptions
 MAX_REFUSED = 1024  # grammars whose limits are known to be too small
+REFUSED_S = 600.0  # that this is known: a step may have taken long because of the other answers
 # Of all grammars that are cached or used.
 MAX_PROCESSES = 128
 MAX_BYTES = 2 << 30
@@ -49,7 +47,6 @@ MAX_BYTES = 2 << 30
 COMPILE_S = 30.0
 MASK_S = 10.0
 RETRY_S = 1.0
-NICENESS = 10  # of a process whose grammar is expensive: it weighs a tenth
 _LOOK_MS = 20
 _BEGUN = msgspec.msgpack.Decoder(Begun)
 _COMPILED = msgspec.msgpack.Decoder(Compiled)
@@ -82,21 +79,41 @@ class GrammarConnection:
             description.any_whitespace,
             description.whitespace_pattern,
         )
+        process: int | None = None
+        compiled: Compiled | None = None
         try:
             frames.send(self._socket, asked)
             begun = frames.receive(self._socket, _BEGUN)
             if begun is not None:
+                process = self._opened(begun.pid)
                 self._wait_with_patience(begun.pid)
             compiled = frames.receive(self._socket, _COMPILED)
         except TimeoutError:
             raise
         except (OSError, msgspec.MsgspecError):
             return None
+        finally:
+            if process is not None:
+                if compiled is None:  # nothing else would end it before its limits
+                    _kill(process)
+                os.close(process)
         if compiled is None:
             return None
         self._socket.settimeout(MASK_S)
         self.memory_bytes = compiled.memory_bytes
         return compiled.problem
+
+    def _opened(self, pid: int) -> int | None:
+        """A descriptor of the grammar's process; None when it has ended. It cannot be of another
+        process, which has the number since then: the grammar's own still has its socket."""
+        try:
+            process = os.pidfd_open(pid)
+        except OSError:
+            return None
+        if self.is_alive:
+            return process
+        os.close(process)
+        return None
 
     def _wait_with_patience(self, pid: int) -> None:
         """Until the grammar is compiled, or has turned out to be an expensive one, which takes from
@@ -106,9 +123,8 @@ class GrammarConnection:
         poll.register(self._socket, select.POLLIN)
         while not poll.poll(_LOOK_MS):
             try:
-                if time.clock_gettime(_cpu_clock(pid)) > EXPENSIVE_CPU_S:
-                    own = os.getpriority(os.PRIO_PROCESS, pid)
-                    os.setpriority(os.PRIO_PROCESS, pid, max(own, NICENESS))
+                if limits.is_expensive(time.clock_gettime(_cpu_clock(pid))):
+                    limits.leave_to_others(pid, os.getpriority(os.PRIO_PROCESS, pid))
                     return
             except OSError:
                 return  # it has ended, which the socket tells
@@ -283,7 +299,7 @@ class GrammarCompiler:
         self._host = HostProcess(Setup(tokenizer_json, vocab_size, sorted(eos_token_ids)))
         self._lock = threading.Lock()  # for the rest
         self._cache: OrderedDict[tuple[str, ...], CompiledGrammar] = OrderedDict()
-        self._refused: OrderedDict[bytes, None] = OrderedDict()
+        self._refused: OrderedDict[bytes, float] = OrderedDict()  # until when
         self._living: weakref.WeakSet[GrammarConnection] = weakref.WeakSet()
 
     @property
@@ -304,8 +320,11 @@ class GrammarCompiler:
     def known(self, description: GrammarDescription) -> CompiledGrammar | None:
         """The grammar, if it is compiled. InputError when it is known to be too complex."""
         with self._lock:
-            if _digest(description) in self._refused:
-                raise _too_complex(description)
+            digest = _digest(description)
+            if digest in self._refused:
+                if time.monotonic() < self._refused[digest]:
+                    raise _too_complex(description)
+                del self._refused[digest]
             found = self._cache.get(description.key)
             if found is None:
                 return None
@@ -379,8 +398,10 @@ class GrammarCompiler:
         return connection
 
     def _refuse(self, description: GrammarDescription) -> None:
-        """From now on, without another process."""
-        self._refused[_digest(description)] = None
+        """For some time, without another process."""
+        digest = _digest(description)
+        self._refused[digest] = time.monotonic() + REFUSED_S
+        self._refused.move_to_end(digest)
         if len(self._refused) > MAX_REFUSED:
             self._refused.popitem(last=False)
 
@@ -405,6 +426,12 @@ class GrammarCompiler:
             or sum(len(text) for _, text, *_ in self._cache) > MAX_CACHED_CHARACTERS
         ):
             self._cache.popitem(last=False)
+
+
+def _kill(process: int) -> None:
+    """By its descriptor."""
+    with suppress(ProcessLookupError):
+        signal.pidfd_send_signal(process, signal.SIGKILL)
 
 
 def _cpu_clock(pid: int) -> int:

@@ -56,7 +56,7 @@ LIBRARY_LIMITS = LLParserLimits(
 )
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _SHOWN = 300  # characters of a library's message
-_MEMORY_EVERY = 64  # steps
+_MEMORY_EVERY = 64  # masks
 _SETUP = msgspec.msgpack.Decoder(Setup)
 _COMPILE = msgspec.msgpack.Decoder(Compile)
 _REQUEST: msgspec.msgpack.Decoder[frames.Request] = msgspec.msgpack.Decoder(frames.Request)
@@ -125,10 +125,12 @@ class GrammarProcess:
         self._ends = ends
         self._matchers: dict[int, LLMatcher] = {}
         self._steps = 0
+        self._masks = 0
         self._base_bytes = _data_bytes()
         self._memory_bytes = 0
 
     def run(self, asked: Compile) -> None:
+        niceness = os.getpriority(os.PRIO_PROCESS, 0)
         frames.send(self._connection, Begun(os.getpid()))
         memory = self._base_bytes + limits.MEMORY_BYTES
         resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
@@ -145,13 +147,15 @@ class GrammarProcess:
         frames.send(self._connection, Compiled(self._memory_bytes, problem))
         if problem:
             return
-        spent_s = time.process_time()
+        compiled_s = time.process_time()
         while (request := frames.receive(self._connection, _REQUEST)) is not None:
             _allow(limits.STEP_CPU_S)
             self._answer(request, start)
-            mean_s = limits.MEAN_STEP_CPU_S * self._steps
-            if time.process_time() > spent_s + limits.SPARE_CPU_S + mean_s:
+            spent_s = time.process_time() - compiled_s
+            if spent_s > limits.SPARE_CPU_S + limits.MEAN_STEP_CPU_S * self._steps:
                 return
+            if limits.is_expensive(spent_s, self._steps):
+                limits.leave_to_others(0, niceness)
 
     def _problem_of_first_steps(self, start: LLMatcher) -> str:
         """Computes the masks of the first step, which matchers then have, and of a second one:
@@ -170,13 +174,14 @@ class GrammarProcess:
                 self._matchers[number] = start.deep_copy()
             case Step(number, token):
                 self._matchers[number].consume_token(token)
+                self._steps += 1  # of answers: one that only begins gains no time
             case End(number):
                 self._matchers.pop(number, None)
                 return
         matcher = self._matchers[number]
         bits = b"" if matcher.is_error() else matcher.compute_bitmask()
-        self._steps += 1
-        if self._steps % _MEMORY_EVERY == 0:
+        self._masks += 1
+        if self._masks % _MEMORY_EVERY == 0:
             self._memory_bytes = _data_bytes() - self._base_bytes
         problem = shown(matcher.get_error()) if matcher.is_error() else ""
         accepting = not problem and matcher.is_accepting()

@@ -14,6 +14,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from prfaas.engine.api import (
     Finished,
     JobFailed,
     Prefilled,
+    Sampling,
     check_job,
 )
 from prfaas.engine.hf.answers import copy_boundary, take_answer
@@ -153,14 +155,31 @@ class HFEngine:
         # cuDNN's attention gives other bits from run to run; the other kernels do not.
         with torch.inference_mode(), sdpa_kernel(REPRODUCIBLE_ATTENTION):
             while self._queue.wait_for_work(busy=bool(self._prefilling or self._running)):
-                self._end_cancelled()
-                if self._prefilling is None:
-                    self._admit()
-                if self._prefilling is not None:
-                    self._guarded_chunk(self._prefilling)
-                if self._running:
-                    self._guarded_step()
-            self._end(lambda sequence: True)
+                self._guarded(self._turn)
+            self._guarded(lambda: self._end(lambda sequence: True))
+
+    def _turn(self) -> None:
+        self._end_cancelled()
+        if self._prefilling is None:
+            self._admit()
+        if self._prefilling is not None:
+            self._guarded_chunk(self._prefilling)
+        if self._running:
+            self._step()
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """One step computes every sequence, and rows trade places layer by layer: after an error it
+        is unknown which rows are whole, so none is used again."""
+        try:
+            work()
+        except Exception as error:
+            failed = JobFailed(_as_ours(error))
+            with self._queue.changed:
+                running, self._running, self._late = self._running, [], 0
+            self._slots.clear()
+            for sequence in running:
+                with suppress(Exception):  # its listener has ended
+                    sequence.emit(failed)
 
     def _end_cancelled(self) -> None:
         cancelled = self._queue.take_cancelled()
@@ -168,12 +187,11 @@ class HFEngine:
             self._end(lambda sequence: sequence.job.id in cancelled)
 
     def _end(self, which: Callable[[HFSequence], bool]) -> None:
-        ended = self._queue.remove(which)
-        if self._prefilling is not None and which(self._prefilling):
-            ended.append(self._drop_prefilling())
-        rows = [row for row, sequence in enumerate(self._running) if which(sequence)]
-        for sequence in ended:
+        for sequence in self._queue.remove(which):
             sequence.emit(Finished("cancelled"))
+        if self._prefilling is not None and which(self._prefilling):
+            self._drop_prefilling(Finished("cancelled"))
+        rows = [row for row, sequence in enumerate(self._running) if which(sequence)]
         for row in reversed(rows):
             answer = take_answer(self.spec, self._slots, row, self._running[row])
             self._leave(row).emit(Finished("cancelled", answer))
@@ -186,17 +204,18 @@ class HFEngine:
                 return
             has_slot = slot_rule(self._running, self._limits.max_running)
             self._prefilling = self._queue.take(
-                # Without a second token, a job takes no slot.
-                lambda sequence: sequence.job.sampling.max_tokens <= 1 or has_slot(sequence)
+                lambda sequence: not _takes_slot(sequence.job.sampling) or has_slot(sequence)
             )
 
     def _guarded_chunk(self, sequence: HFSequence) -> None:
-        """An error of its sink or source, or too little memory, fails this job only."""
+        """An error of its sink or source, or too little memory, fails this job only, as long as it
+        has no row."""
         try:
             self._chunk(sequence)
         except Exception as error:  # translated here, once
-            self._drop_prefilling()
-            sequence.emit(JobFailed(_as_ours(error)))
+            if self._prefilling is None:
+                raise
+            self._drop_prefilling(JobFailed(_as_ours(error)))
 
     def _chunk(self, sequence: HFSequence) -> None:
         job = sequence.job
@@ -239,7 +258,7 @@ class HFEngine:
         ended = None
         if not job.sampling.max_tokens:
             ended = Finished("length")
-        elif job.sampling.max_tokens > 1 and not sequence.is_ready(LATE_S):
+        elif not sequence.is_ready(LATE_S):
             self._set_late(sequence, logits)
         else:
             ended = sequence.next_token(logits, self._loaded.eos_token_ids)
@@ -259,7 +278,7 @@ class HFEngine:
         elif self._late:
             self._swap(len(self._running) - 1, len(self._running) - 1 - self._late)
 
-    def _drop_prefilling(self) -> HFSequence:
+    def _drop_prefilling(self, end: Finished | JobFailed) -> None:
         sequence = self._prefilling
         assert sequence is not None
         try:
@@ -270,19 +289,9 @@ class HFEngine:
             sequence.cache = None
             with self._queue.changed:
                 self._prefilling = None
-        return sequence
+            sequence.emit(end)
 
     # Decode ---------------------------------------------------------------------------------------
-
-    def _guarded_step(self) -> None:
-        try:
-            self._step()
-        except (
-            Exception
-        ) as error:  # one step computes every sequence, so the failing one is unknown
-            failed = _as_ours(error)
-            for row in reversed(range(len(self._running))):
-                self._leave(row).emit(JobFailed(failed))
 
     def _step(self) -> None:
         self._end_lateness()
@@ -356,8 +365,8 @@ class HFEngine:
         self._leave(row).emit(end)
 
     def _swap(self, one: int, other: int) -> None:
-        self._slots.swap(one, other)
         running = self._running
+        self._slots.swap(one, other, max(running[one].tokens, running[other].tokens))
         with self._queue.changed:
             running[one], running[other] = running[other], running[one]
 
@@ -375,6 +384,11 @@ class HFEngine:
             self._running[row] = self._running[last]
             self._running.pop()
         return sequence
+
+
+def _takes_slot(sampling: Sampling) -> bool:
+    """A row, at some time. Without a second token only where a grammar is late with the first."""
+    return sampling.max_tokens > 1 or (sampling.max_tokens == 1 and sampling.grammar is not None)
 
 
 def _on_device(tokens: Sequence[int], device: torch.device) -> torch.Tensor:

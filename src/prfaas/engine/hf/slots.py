@@ -62,9 +62,10 @@ class _TokenRows:
         self.keys[target] = self.keys[source]
         self.values[target] = self.values[source]
 
-    def swap(self, one: int, other: int) -> None:
-        _swap_rows(self.keys, one, other)
-        _swap_rows(self.values, one, other)
+    def swap(self, one: int, other: int, columns: int) -> None:
+        """The first columns; the others are not in use."""
+        _swap_rows(self.keys[:, :, :columns], one, other)
+        _swap_rows(self.values[:, :, :columns], one, other)
 
 
 class _Step:
@@ -92,8 +93,8 @@ class FullSlots(DynamicLayer):
     def move(self, source: int, target: int) -> None:
         self.store.move(source, target)
 
-    def swap(self, one: int, other: int) -> None:
-        self.store.swap(one, other)
+    def swap(self, one: int, other: int, tokens: int) -> None:
+        self.store.swap(one, other, tokens)
 
     def token_rows(self, row: int, first: int, last: int) -> Rows:
         """Tokens [first, last) of a row. Views."""
@@ -135,8 +136,8 @@ class WindowSlots(DynamicSlidingWindowLayer):
     def move(self, source: int, target: int) -> None:
         self.store.move(source, target)
 
-    def swap(self, one: int, other: int) -> None:
-        self.store.swap(one, other)
+    def swap(self, one: int, other: int, tokens: int) -> None:
+        self.store.swap(one, other, self.sliding_window)
 
     def token_rows(self, row: int, first: int, last: int) -> Rows:
         """Tokens [first, last) of a row, which the ring still has. Copies."""
@@ -188,7 +189,7 @@ class LinearSlots(LinearAttentionLayer):
         self._state[target] = self._state[source]
         self._conv[target] = self._conv[source]
 
-    def swap(self, one: int, other: int) -> None:
+    def swap(self, one: int, other: int, tokens: int) -> None:
         _swap_rows(self._state, one, other)
         _swap_rows(self._conv, one, other)
 
@@ -222,9 +223,9 @@ class HybridSlots(LinearSlots, FullSlots):
         FullSlots.move(self, source, target)
         LinearSlots.move(self, source, target)
 
-    def swap(self, one: int, other: int) -> None:
-        FullSlots.swap(self, one, other)
-        LinearSlots.swap(self, one, other)
+    def swap(self, one: int, other: int, tokens: int) -> None:
+        FullSlots.swap(self, one, other, tokens)
+        LinearSlots.swap(self, one, other, tokens)
 
     def begin(self, step: _Step) -> None:
         FullSlots.begin(self, step)
@@ -237,7 +238,7 @@ class _Nothing(LinearAttentionLayer):
     def resize(self, rows: int, capacity: int) -> None: ...
     def join(self, row: int, layer: Any, tokens: int) -> None: ...
     def move(self, source: int, target: int) -> None: ...
-    def swap(self, one: int, other: int) -> None: ...
+    def swap(self, one: int, other: int, tokens: int) -> None: ...
     def begin(self, step: _Step) -> None: ...
 
 
@@ -274,12 +275,18 @@ class SlotCache(Cache):
             for slots in self.layers:
                 slots.move(last, row)
         if last == 0:
-            self._resize(0, 0)
+            self.clear()
 
-    def swap(self, one: int, other: int) -> None:
+    def swap(self, one: int, other: int, tokens: int) -> None:
+        """Of rows with at most so many tokens. After an error no row may be used: some layers have
+        traded places, and others have not."""
         if one != other:
             for slots in self.layers:
-                slots.swap(one, other)
+                slots.swap(one, other, tokens)
+
+    def clear(self) -> None:
+        """Removes all rows."""
+        self._resize(0, 0)
 
     def begin(self, lengths: Sequence[int]) -> dict[str, Any]:
         """Prepares a step of the first rows. `lengths` are their lengths without this step's token.
@@ -316,9 +323,10 @@ class SlotCache(Cache):
             self._resize(rows, max(columns, self._capacity))
 
     def _resize(self, rows: int, capacity: int) -> None:
-        self._rows, self._capacity = rows, capacity
         for slots in self.layers:
             slots.resize(rows, capacity)
+        # What all layers have: without memory for the last ones, the next sequence tries it again.
+        self._rows, self._capacity = rows, capacity
 
 
 def _slots(shape: LayerShape, like: torch.Tensor) -> Any:
