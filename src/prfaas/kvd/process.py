@@ -184,7 +184,9 @@ async def run_kvd(
         )
         stopping = stopping or Stopping()
         api = HttpApi(store, incoming, outgoing, reporter, http, peers, stopping, clock, recorder)
-        own_host = OwnHost.of(options.http.host, insecure=options.insecure)
+        own_host = OwnHost.of(
+            options.http.host, insecure=options.insecure, advertised=options.advertise
+        )
         app = api.app(options.member_key, options.for_metrics, own_host)
         context = tls.member_http() if tls else None
         served = await _serve_http(stack, app, connections, options.http, context)
