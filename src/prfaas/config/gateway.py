@@ -5,6 +5,8 @@ The string below a field is its entry in docs/configuration.md (`config.referenc
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from prfaas.config.fields import Amount, AmountOrZero, Count, Port
@@ -60,8 +62,9 @@ class GatewayTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Retry-After that a client receives when the queue is full or the wait was too long."""
     body_s: Amount = 30.0
     """Time that a client has to send its request."""
-    stall_s: Amount = 120.0
-    """A client that reads nothing for this long is disconnected."""
+    stall_s: Annotated[float, msgspec.Meta(gt=0, le=150)] = 120.0
+    """A client that reads nothing for this long is disconnected. Nodes take a peer that
+    acknowledges nothing for 180 s for gone, so that a longer wait would end there."""
     drain_s: AmountOrZero = 30.0
     """Time in which running responses may finish, after the gateway has closed its port."""
     cancel_s: Amount = 5.0
