@@ -145,6 +145,8 @@ async def run_kvd(
         data = reachable(Address(*listener.address), options.advertise)
         events = EventLog(instance=uuid.uuid4().hex)
         store = Store(NodeId(options.node or f"kvd-{data}"), options.store, events, clock)
+        stack.callback(store.close)
+        await asyncio.to_thread(store.take_memory)
         exporter = stack.enter_context(chosen_exporter(options.otlp_endpoint, "kvd", store.node))
         recorder = SpanRecorder("kvd", clock, store.node, exporter)
         sending = await _choose_sending(options)
