@@ -32,7 +32,7 @@ from typing import TypeAlias
 MOST = 8_192  # connections of one service, however many descriptors it may have
 # Descriptors for the process itself: logs, workers, event loop, files, calls to other processes.
 RESERVED = 64
-MEMORY_BYTES = 64 << 10  # that a connection takes: TLS, the parser and both buffers
+MEMORY_BYTES = 112 << 10  # that a connection takes: TLS (104 KB), the parser and both buffers
 WARN_AT = 0.8  # of a bound
 _QUIET_BELOW = 0.6  # after a warning, of the same bound
 _PREFIX_BITS = 64  # a host has all IPv6 addresses with its first 64 bits
