@@ -174,7 +174,8 @@ class GatewaySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Largest request body in 10^6 bytes. One million token ids take about 8 MB of JSON."""
     max_bodies_mb: Amount = 1024.0
     """Bodies of all requests in flight together, in 10^6 bytes, and their answers as far as they
-    wait in memory: those that do not stream, and events that have not arrived to their end."""
+    wait in memory: those that do not stream, and events that have not arrived to their end, of
+    more than 256 KiB each."""
     credentials_poll_s: AmountOrZero = 0.0
     """Interval at which the files of keys and certificates are checked, and read again where they
     have changed; 0: only SIGHUP makes the process read them again."""

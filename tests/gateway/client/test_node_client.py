@@ -278,6 +278,19 @@ async def test_a_whole_answer_is_counted_while_it_arrives() -> None:
             assert counter.held == 0 and counter.highest < len(body)
 
 
+async def test_short_answers_and_events_need_no_room() -> None:
+    """They are not lost while others fill the memory."""
+    event = b"data: " + b"x" * 100_000 + b"\n\n"
+    async with node(event[:50_000], event[50_000:], DONE) as client:
+        with counted(0) as counter:
+            assert await streamed(client) == ([event, DONE], 1)
+            assert counter.highest == 0
+    async with node(b'{"choices": []}') as client:
+        with counted(0):
+            async with client.answer("/v1/completions", b"{}", {}, stream=False):
+                pass
+
+
 async def test_an_event_is_counted_until_it_has_arrived_to_its_end() -> None:
     event = b"data: " + b"x" * 1_000_000 + b"\n\n"
     async with node(TOKENS[0], event[:500_000], event[500_000:], TOKENS[1], DONE) as client:

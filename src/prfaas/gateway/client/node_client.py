@@ -28,6 +28,7 @@ from prfaas.errors import (
 from prfaas.gateway.client.answer_memory import Count, counting
 from prfaas.gateway.client.report_checks import LONGEST_TEXT, count
 from prfaas.http_client.client import Exchange, HttpClient
+from prfaas.http_client.connection import READ_BYTES
 from prfaas.http_client.paced_writer import RequestBody
 
 DRAINING = "draining"  # the error code of a node that takes no new requests
@@ -40,6 +41,9 @@ CARD_BYTES = 1 << 20
 HEALTH_BYTES = 64 << 10
 PREFILL_BYTES = 16 << 20
 CHECKED_BYTES = 4 << 20
+# Of a request in flight, which has memory for so much in any case: others that fill the memory must
+# not cut streams and short answers off.
+UNCOUNTED_BYTES = READ_BYTES
 ANSWER_BYTES = 256 << 20  # of a whole answer, or of one event: log-probabilities of a long prompt
 _MOST_REQUESTS = 10**6  # at one node
 _MOST_TOKENS = 2**31
@@ -290,25 +294,28 @@ class NodeResponse:
 
 
 async def _whole(exchange: Exchange, count_held: Count, url: str) -> bytes:
-    """The body of an answer that does not stream. Its request counts it from now on."""
+    """The body of an answer that does not stream. Its request counts it from now on, unless it is
+    short."""
     parts: list[bytes] = []
-    held = 0
+    held = counted = 0
     try:
         while (data := await exchange.read_some()) is not None:
             parts.append(data)
             held += len(data)
-            count_held(len(data))
+            if held > UNCOUNTED_BYTES:
+                more, counted = held - counted, held
+                count_held(more)
             if held > ANSWER_BYTES:
                 raise MalformedResponse(f"{url} sent more than {ANSWER_BYTES} bytes")
     except BaseException:
-        count_held(-held)  # another node may be asked
+        count_held(-counted)  # another node may be asked
         raise
     return b"".join(parts)
 
 
 async def _events(exchange: Exchange, count_held: Count) -> AsyncIterator[list[bytes]]:
     """Whole events, each with the empty line that ends it, in the batches in which they arrived.
-    Counts an event that has not ended, and then until the next one is asked for."""
+    Counts a long event that has not ended, and then until the next one is asked for."""
     parts: list[bytes] = []  # of the event that has not ended
     held = counted = 0
     try:
@@ -331,9 +338,10 @@ async def _events(exchange: Exchange, count_held: Count) -> AsyncIterator[list[b
                     raise ConnectionLost(
                         f"an event of the stream has more than {ANSWER_BYTES} bytes"
                     )
-            if held != counted:
-                count_held(held - counted)
-                counted = held
+            due = held if held > UNCOUNTED_BYTES else 0
+            if due != counted:
+                more, counted = due - counted, due
+                count_held(more)
     except PeerError:
         count_held(-counted)  # another node may be asked
         raise
