@@ -9,6 +9,7 @@ import pytest
 from prfaas.config import load_deployment, parse_deployment
 from prfaas.config.deployment import SchedulerSection
 from prfaas.errors import InputError
+from prfaas.service.bounded_site import GONE_S
 
 CASE_STUDY = Path(__file__).parents[2] / "configs" / "case_study.toml"
 RAW = tomllib.loads(CASE_STUDY.read_text())
@@ -45,6 +46,14 @@ def test_set_changes_one_key() -> None:
     assert changed.gateway.timeouts.queue_s == 5 and changed.scheduler.policy == "local"
     with pytest.raises(InputError, match="gateway.timeouts.queue: unknown key; did you mean"):
         load_deployment(CASE_STUDY, ["gateway.timeouts.queue=5"])
+
+
+def test_nodes_wait_longer_than_a_gateway_does_for_a_client_that_stalls() -> None:
+    """Otherwise they would end the connection first, and take the request for lost."""
+    longest = load_deployment(CASE_STUDY, ["gateway.timeouts.stall_s=150"]).gateway.timeouts
+    assert longest.stall_s < GONE_S
+    with pytest.raises(InputError, match=r"gateway.timeouts.stall_s: expected .* <= 150.0, got"):
+        load_deployment(CASE_STUDY, ["gateway.timeouts.stall_s=181"])
 
 
 def test_proxies_are_addresses_and_networks() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from prfaas.errors import ConnectionLost, PeerHttpError
 from prfaas.http_client import client as client_module
 from prfaas.http_client.client import HttpClient, open_client
-from prfaas.http_client.connection import PAUSED_S
+from prfaas.http_client.connection import HELD_BYTES, PAUSED_S, READ_BYTES
 from prfaas.security.shared_key import SharedKey
 from tests.gateway.backends import until
 from tests.waiting import PATIENCE_S
@@ -297,7 +297,8 @@ class MovedLoop(asyncio.SelectorEventLoop):
 
 
 async def test_a_caller_that_does_not_read_slows_down_the_peer() -> None:
-    """Bytes that are not read stay with the sender: kernels hold a few MB, the client one more."""
+    """Bytes that are not read stay with the sender: kernels hold a few MB, and the client what the
+    memory of a gateway is planned with."""
     total = 64 << 20
     sent = 0
 
@@ -319,6 +320,8 @@ async def test_a_caller_that_does_not_read_slows_down_the_peer() -> None:
                 before = sent
                 await asyncio.sleep(0.1)
             assert sent < total
+            held = exchange._connection._held_bytes
+            assert 0 < held <= HELD_BYTES + READ_BYTES
             assert len(await exchange.read_rest()) == total
 
 

@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from prfaas.cache.lease import Lease
@@ -15,7 +18,7 @@ from prfaas.kvd import store
 from prfaas.kvd.engine_socket.messages import Register
 from prfaas.kvd.events import EventLog
 from prfaas.kvd.process import KvdOptions, run_kvd
-from prfaas.kvd.store import Store, StoreOptions
+from prfaas.kvd.store import OWN_BYTES, Store, StoreOptions
 from prfaas.kvspec import KVSpec
 from prfaas.types import NodeId
 from tests.cache.builders import BLOCK
@@ -62,8 +65,18 @@ async def test_other_heads_are_refused_and_change_nothing(first: int, second: in
     made.close()
 
 
+def _options(folder: Path, memory_bytes: int) -> KvdOptions:
+    return KvdOptions(
+        socket=folder / "s",
+        listen=parse_address("127.0.0.1:0", "listen", any_port=True),
+        http=parse_address("127.0.0.1:0", "http", any_port=True),
+        store=StoreOptions(memory_bytes=memory_bytes),
+    )
+
+
 def _registered() -> Store:
     made = Store(NodeId("pool"), StoreOptions(memory_bytes=MEMORY_BYTES), EventLog("instance"))
+    made.take_memory()
     made.register(Register("engine", shapes_of(SPEC), BLOCK, COMPAT))
     return made
 
@@ -80,6 +93,52 @@ async def test_a_strict_kernel_gives_all_pages_of_the_arena_at_once(
     made.close()
 
 
+async def test_a_strict_kernel_gives_the_memory_once_and_to_one_form(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(store, "commits_strictly", lambda: True)
+    made = _registered()
+    assert made.first is not None
+    further = Register("b", shapes_of(SPEC), BLOCK, msgspec.structs.replace(COMPAT, layout="rows"))
+    with pytest.raises(InputError, match="strictly.*; let engines have one form"):
+        made.register(further)
+    taken = {os.fstat(one.fd).st_ino: os.fstat(one.fd).st_blocks * 512 for one in made.storages}
+    assert sum(taken.values()) <= MEMORY_BYTES
+    made.close()
+
+
+async def test_a_kvd_takes_strict_memory_off_its_loop_and_before_engines_connect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop serves transfers of gigabytes, and taking so many pages takes seconds."""
+    threads = list[threading.Thread]()
+    take = os.posix_fallocate
+
+    def noted(*arguments: int) -> None:
+        threads.append(threading.current_thread())
+        assert not (tmp_path / "s").exists()
+        take(*arguments)
+
+    monkeypatch.setattr(store, "commits_strictly", lambda: True)
+    monkeypatch.setattr(os, "posix_fallocate", noted)
+    async with run_kvd(_options(tmp_path, MEMORY_BYTES)) as kvd:
+        made = kvd.store.register(Register("engine", shapes_of(SPEC), BLOCK, COMPAT))
+        assert os.fstat(made.fd).st_blocks * 512 >= made.arena.pages * made.arena.page_bytes
+    assert len(threads) == 1 and threads[0] is not threading.main_thread()
+
+
+@pytest.mark.parametrize(("left", "starts"), [(OWN_BYTES, True), (OWN_BYTES - 1, False)])
+async def test_a_kvd_leaves_room_for_its_own_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: int, starts: bool
+) -> None:
+    monkeypatch.setattr(store, "memory_limit", lambda: MEMORY_BYTES + left)
+    most = MEMORY_BYTES + left - OWN_BYTES
+    refused = pytest.raises(InputError, match=f"{OWN_BYTES} itself, so that {most} are left")
+    with nullcontext() if starts else refused:
+        async with run_kvd(_options(tmp_path, MEMORY_BYTES)):
+            pass
+
+
 async def test_an_arena_without_memory_names_its_size_and_what_to_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -93,12 +152,6 @@ async def test_an_arena_without_memory_names_its_size_and_what_to_do(
 
 
 async def test_a_kvd_with_more_memory_than_there_is_does_not_start(tmp_path: Path) -> None:
-    options = KvdOptions(
-        socket=tmp_path / "s",
-        listen=parse_address("127.0.0.1:0", "listen", any_port=True),
-        http=parse_address("127.0.0.1:0", "http", any_port=True),
-        store=StoreOptions(memory_bytes=1 << 60),
-    )
     with pytest.raises(InputError, match=f"{1 << 60} bytes .* may have .*give less memory"):
-        async with run_kvd(options):
+        async with run_kvd(_options(tmp_path, 1 << 60)):
             pass

@@ -14,6 +14,7 @@ import pytest
 
 from prfaas.security.own_host import CROSS_SITE, UNKNOWN_HOST, OwnHost
 from tests.service.services import SERVICES, running
+from tests.studies.clusters.services import free_port
 from tests.waiting import PATIENCE_S
 
 HERE = "localhost:8080"
@@ -35,7 +36,9 @@ def code(method: str, headers: Mapping[str, str]) -> str | None:
     return None if refusal is None else refusal.code
 
 
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:8080", "127.1.2.3", "[::1]:8080", None])
+@pytest.mark.parametrize(
+    "host", ["localhost", "localhost.:8080", "127.0.0.1:8080", "127.1.2.3", "[::1]:8080", None]
+)
 def test_programs_of_this_host_are_answered(host: str | None) -> None:
     headers = {} if host is None else {"Host": host}
     assert code("GET", headers) is None
@@ -86,6 +89,16 @@ def test_addresses_that_are_entered_are_answered() -> None:
     assert code("GET", {"Host": HERE, "Sec-Fetch-Site": "none"}) is None
 
 
+@pytest.mark.parametrize("host", ["tunnel.example", "Tunnel.Example.:8080"])
+def test_the_name_that_the_service_advertises_is_its_own(host: str) -> None:
+    own = OwnHost.of("127.0.0.1", insecure=False, advertised="tunnel.example")
+    assert own is not None and own.refusal("GET", {"Host": host}) is None
+    assert own.refusal("GET", {"Host": f"evil.{host}"}) is not None
+    page = {"Host": host, "Origin": "https://evil.example", **JSON}
+    refused = own.refusal("POST", page)
+    assert refused is not None and refused.code == CROSS_SITE
+
+
 def test_only_services_on_loopback_know_their_names() -> None:
     assert OwnHost.of("127.0.0.1", insecure=False) == OWN
     assert OwnHost.of("10.0.0.1", insecure=False) is None
@@ -118,3 +131,19 @@ def test_a_service_without_keys_refuses_web_pages(tmp_path: Path, service: str) 
         assert ask(url, "GET", "/live", {"Host": "evil.example"})[0] == 200  # probes
         assert ask(url, "POST", path, JSON)[0] not in (401, 403)
         assert ask(url, "GET", "/metrics", {})[0] == 200
+
+
+@pytest.mark.parametrize(("service", "path"), [("kvd", "/v1/stats"), ("node", "/v1/models")])
+def test_gateways_reach_a_service_by_the_name_that_it_advertises(
+    tmp_path: Path, service: str, path: str
+) -> None:
+    name, port = "tunnel.example", free_port()
+    settings = {
+        "kvd": [f"kvd.http=127.0.0.1:{port}", f"kvd.advertise={name}"],
+        "node": [f"node.port={port}", f"node.advertise=http://{name}:{port}"],
+    }
+    with running(service, tmp_path, subprocess.DEVNULL, settings[service]) as (_, url):
+        assert url == f"http://{name}:{port}"
+        here = f"http://127.0.0.1:{port}"
+        assert ask(here, "GET", path, {"Host": f"{name}:{port}"})[0] == 200
+        assert ask(here, "GET", path, {"Host": "evil.example"})[0] == 403

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -42,10 +42,13 @@ SERVICES: dict[str, tuple[Callable[[Path], list[str]], type[Ready]]] = {
 
 
 @contextmanager
-def running(service: str, folder: Path, errors: int) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The process, and its URL. `errors`: the descriptor of its log."""
+def running(
+    service: str, folder: Path, errors: int, settings: Sequence[str] = ()
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process, and its URL. `errors`: the descriptor of its log. `settings`: for `--set`."""
     arguments, kind = SERVICES[service]
     command = [sys.executable, "-P", "-m", "prfaas", *arguments(folder)]
+    command += [word for setting in settings for word in ("--set", setting)]
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True
     ) as process:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from prfaas.service.connections import (
     MOST,
+    MOST_LOOKS,
     RESERVED,
     Bounds,
     Connection,
@@ -73,6 +74,18 @@ def test_a_connection_is_refused_where_all_others_are_busy() -> None:
     assert table.admit(A).connection is None
     assert table.admit(B).connection is not None, "of another address"
     assert table.closed == {Reason.ADDRESS: 1}
+
+
+def test_a_search_looks_at_few_busy_ones_and_the_next_one_at_others() -> None:
+    """One that ends with nothing closes the new connection, although there is an idle one."""
+    table = ConnectionTable(Bounds(2 * (3 * MOST_LOOKS + 1)))
+    made = [used(table) for _ in range(table.bounds.per_address)]
+    for one in made[:-1]:
+        table.begin(one)
+    for _ in range(3):
+        assert table.admit(A).connection is None
+    admission = table.admit(A)
+    assert admission.connection is not None and list(admission.closed) == made[-1:]
 
 
 def test_many_addresses_share_the_total() -> None:

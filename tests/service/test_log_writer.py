@@ -107,10 +107,12 @@ def test_a_disk_that_is_full_for_a_while_costs_only_the_lines_of_that_time(tmp_p
 
 CHILD = """
 import logging, sys
-from prfaas.service.logging import configure_logging, dropped_lines
+from prfaas.service.logging import configure_logging, dropped_lines, flush_log
 configure_logging("info", "json")
 for number in range(int(sys.argv[1])):
     logging.info("line %d", number)
+if "flush" in sys.argv:
+    flush_log()
 print(dropped_lines(), flush=True)
 sys.stdin.read()
 logging.info("the last one")
@@ -118,11 +120,11 @@ logging.info("the last one")
 
 
 @contextmanager
-def child(lines: int, errors: int) -> Iterator[subprocess.Popen[str]]:
+def child(lines: int, errors: int, *words: str) -> Iterator[subprocess.Popen[str]]:
     """A process that logs to `errors`, says how many lines it has dropped, and ends when its input
-    does."""
+    does. With the word `flush` it first waits until no line is left."""
     with subprocess.Popen(
-        [sys.executable, "-P", "-c", CHILD, str(lines)],
+        [sys.executable, "-P", "-c", CHILD, str(lines), *words],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=errors,
@@ -163,8 +165,8 @@ def test_a_process_ends_although_nobody_reads_its_log(pipe: tuple[int, int]) -> 
 def test_a_process_whose_disk_is_full_goes_on() -> None:
     full = os.open("/dev/full", os.O_WRONLY)
     try:
-        with child(1000, full) as process:
-            assert int(first_line(process)) >= 0
+        with child(1000, full, "flush") as process:
+            assert first_line(process) == "1000\n"
             process.communicate(timeout=PATIENCE_S)
             assert process.returncode == 0
     finally:
@@ -182,3 +184,44 @@ def test_a_line_that_cannot_be_formatted_is_logged(pipe: tuple[int, int]) -> Non
         check=True,
     )
     assert b"could not be formatted" in done.stderr and b"TypeError" in done.stderr
+
+
+COPIES = """
+import logging, os, sys, threading, time
+from prfaas.service.logging import configure_logging, flush_log
+configure_logging("info")
+for number in range(20):
+    logging.info("before %d", number)
+held = logging.getLogger().handlers[0]._writer._changed if "held" in sys.argv else None
+if held is not None:  # by another thread, which the copy does not have
+    ready = threading.Event()
+    def hold():
+        with held:
+            ready.set()
+            threading.Event().wait(1.0)
+    threading.Thread(target=hold, daemon=True).start()
+    ready.wait()
+process_id = os.fork()
+if process_id == 0:
+    logging.warning("of the copy")
+    began = time.monotonic()
+    logging.shutdown()
+    os._exit(time.monotonic() - began > 1.5)
+assert os.waitpid(process_id, 0)[1] == 0
+logging.warning("of the first one")
+"""
+
+
+@pytest.mark.parametrize("held", [[], ["held"]], ids=["free", "held"])
+def test_a_copy_of_the_process_writes_its_own_lines(held: list[str]) -> None:
+    """Each line once, and the copy waits for no thread that it does not have."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", COPIES, *held],
+        stderr=subprocess.PIPE,
+        timeout=PATIENCE_S,
+        check=True,
+        text=True,
+    )
+    lines = [line.split("root ")[1] for line in done.stderr.splitlines()]
+    expected = [*(f"before {number}" for number in range(20)), "of the copy", "of the first one"]
+    assert sorted(lines) == sorted(expected)

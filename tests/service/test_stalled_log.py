@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,15 +13,18 @@ import pytest
 
 from tests.node.hosts import START_S, call, text_of
 from tests.service.services import SERVICES, running
+from tests.waiting import wait_until
 
 
-@pytest.fixture(params=["stalled reader", "full disk"])
-def errors(request: pytest.FixtureRequest) -> Iterator[int]:
-    if request.param == "full disk":
-        descriptor = os.open("/dev/full", os.O_WRONLY)
-        yield descriptor
-        os.close(descriptor)
-        return
+@pytest.fixture
+def full_disk() -> Iterator[int]:
+    descriptor = os.open("/dev/full", os.O_WRONLY)
+    yield descriptor
+    os.close(descriptor)
+
+
+@pytest.fixture
+def stalled_reader() -> Iterator[int]:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     try:
@@ -31,13 +37,34 @@ def errors(request: pytest.FixtureRequest) -> Iterator[int]:
     os.close(writer)
 
 
+def dropped(url: str) -> float:
+    """The lines that the service could not write, as its metrics have them."""
+    found = re.findall(r"^prfaas_log_dropped_lines_total (\S+)$", text_of(f"{url}/metrics"), re.M)
+    return float(found[0])
+
+
+def answers_and_ends(process: subprocess.Popen[str], url: str) -> None:
+    for _ in range(100):
+        assert call("GET", f"{url}/live")[0] == 200
+    process.terminate()
+    assert process.wait(START_S) == 0
+
+
 @pytest.mark.parametrize("service", SERVICES)
-def test_a_service_answers_although_its_log_cannot_be_written(
-    tmp_path: Path, errors: int, service: str
+def test_a_service_answers_although_nobody_reads_its_log(
+    tmp_path: Path, stalled_reader: int, service: str
 ) -> None:
-    with running(service, tmp_path, errors) as (process, url):
-        for _ in range(100):
-            assert call("GET", f"{url}/live")[0] == 200
-        assert "prfaas_log_dropped_lines_total" in text_of(f"{url}/metrics")
-        process.terminate()
-        assert process.wait(START_S) == 0
+    with running(service, tmp_path, stalled_reader) as (process, url):
+        process.send_signal(signal.SIGHUP)  # it logs what it has read again
+        answers_and_ends(process, url)
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_service_answers_on_a_full_disk_and_counts_the_lines(
+    tmp_path: Path, full_disk: int, service: str
+) -> None:
+    with running(service, tmp_path, full_disk) as (process, url):
+        before = dropped(url)
+        process.send_signal(signal.SIGHUP)  # it logs what it has read again
+        wait_until(lambda: dropped(url) > before)
+        answers_and_ends(process, url)

@@ -5,6 +5,8 @@ The string below a field is its entry in docs/configuration.md (`make docs`).
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from prfaas.config.fields import Amount, AmountOrZero, Count, Port
@@ -60,8 +62,9 @@ class GatewayTimeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Retry-After that a client receives when the queue is full or the wait was too long."""
     body_s: Amount = 30.0
     """Time that a client has to send its request."""
-    stall_s: Amount = 120.0
-    """A client that reads nothing for this long is disconnected."""
+    stall_s: Annotated[float, msgspec.Meta(gt=0, le=150)] = 120.0
+    """A client that reads nothing for this long is disconnected. Nodes take a peer that
+    acknowledges nothing for 180 s for gone, so that a longer wait would end there."""
     drain_s: AmountOrZero = 30.0
     """Time in which running responses may finish, after the gateway has closed its port."""
     cancel_s: Amount = 5.0
@@ -170,7 +173,9 @@ class GatewaySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_body_mb: Amount = 64.0
     """Largest request body in 10^6 bytes. One million token ids take about 8 MB of JSON."""
     max_bodies_mb: Amount = 1024.0
-    """Bodies of all requests in flight together, in 10^6 bytes."""
+    """Bodies of all requests in flight together, in 10^6 bytes, and their answers as far as they
+    wait in memory: those that do not stream, and events that have not arrived to their end, of
+    more than 256 KiB each."""
     credentials_poll_s: AmountOrZero = 0.0
     """Interval at which the files of keys and certificates are checked, and read again where they
     have changed; 0: only SIGHUP makes the process read them again."""

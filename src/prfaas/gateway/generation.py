@@ -146,13 +146,15 @@ class GenerationApi:
                 answering = self._answer_list(requests, record, admitted, parallel)
             else:
                 answering = self._backend.answer(requests[0], record.trace)
-            async with answering as upstream:
-                if not several:  # a list says itself when its last prompt has been answered
-                    admitted.end_wait()
-                if record.stream:
-                    return await response.stream(upstream)
-                whole = await response.collect(upstream)
-            return await response.whole(whole)  # the engine serves others meanwhile
+            with self._body_reader.counting_answer():
+                async with answering as upstream:
+                    if not several:  # a list says itself when its last prompt has been answered
+                        admitted.end_wait()
+                    if record.stream:
+                        return await response.stream(upstream)
+                    whole = await response.collect(upstream)
+                del upstream  # with the parts of which the answer was made
+                return await response.whole(whole)  # the engine serves others meanwhile
         finally:
             record.usage, record.cut_short = response.usage, response.cut_short
             record.delivered = response.delivered

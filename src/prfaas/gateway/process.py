@@ -45,7 +45,7 @@ from prfaas.planner.problem import Problem
 from prfaas.security.own_host import OwnHost
 from prfaas.security.reload import reloading
 from prfaas.security.tls import TlsIdentity
-from prfaas.service.bounded_site import GONE_S, BoundedSite, Connections
+from prfaas.service.bounded_site import BoundedSite, Connections
 from prfaas.service.connections import (
     ConnectionTable,
     Proxies,
@@ -184,11 +184,7 @@ async def serving(
         )
         most = most_of_gateway(section.max_in_flight)
         proxies = Proxies([parse_network(one, "gateway.proxies") for one in section.proxies])
-        connections = Connections(
-            "gateway",
-            ConnectionTable(bounds_of_process(most), proxies),
-            gone_s=max(GONE_S, 1.5 * section.timeouts.stall_s),
-        )
+        connections = Connections("gateway", ConnectionTable(bounds_of_process(most), proxies))
         connections.watch(app)
         metrics.include(connections.metrics)
         add_probes(app, "gateway", stopping or Stopping(), backend.unready_reason)

@@ -18,7 +18,10 @@ import httptools
 from prfaas.errors import ConnectionLost, ResponseLate
 from prfaas.http_client.paced_writer import PacedWriter, RequestBody
 
-_HELD_BYTES = 1 << 20  # of a response that the caller has not read; then the peer has to wait
+# Of a response that the caller has not read; then the peer has to wait. A gateway may have
+# thousands of slow clients at a time.
+HELD_BYTES = 256 << 10
+READ_BYTES = 256 << 10  # at a time, as event loops read: so many more may be held
 _HEADER_BYTES = 1 << 16  # of a response: its status line, headers and trailers
 _ONE_WRITE_BYTES = 1 << 16  # up to this size, joining head and body is faster than two buffers
 # A timer that is later than this shows that this process was stopped, not that the peer is slow.
@@ -241,7 +244,7 @@ class Connection(PacedWriter):
         self._unparsed_bytes = 0
         self._parts.append(data)
         self._held_bytes += len(data)
-        if self._held_bytes > _HELD_BYTES and not self._paused and self._problem is None:
+        if self._held_bytes > HELD_BYTES and not self._paused and self._problem is None:
             self._paused = True
             self._transport.pause_reading()
 

@@ -145,6 +145,8 @@ async def run_kvd(
         data = reachable(Address(*listener.address), options.advertise)
         events = EventLog(instance=uuid.uuid4().hex)
         store = Store(NodeId(options.node or f"kvd-{data}"), options.store, events, clock)
+        stack.callback(store.close)
+        await asyncio.to_thread(store.take_memory)
         exporter = stack.enter_context(chosen_exporter(options.otlp_endpoint, "kvd", store.node))
         recorder = SpanRecorder("kvd", clock, store.node, exporter)
         sending = await _choose_sending(options)
@@ -184,7 +186,9 @@ async def run_kvd(
         )
         stopping = stopping or Stopping()
         api = HttpApi(store, incoming, outgoing, reporter, http, peers, stopping, clock, recorder)
-        own_host = OwnHost.of(options.http.host, insecure=options.insecure)
+        own_host = OwnHost.of(
+            options.http.host, insecure=options.insecure, advertised=options.advertise
+        )
         app = api.app(options.member_key, options.for_metrics, own_host)
         context = tls.member_http() if tls else None
         served = await _serve_http(stack, app, connections, options.http, context)

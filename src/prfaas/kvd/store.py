@@ -3,8 +3,10 @@
 The first registration of an engine in a form makes them, because it determines the page size. Later
 registrations in that form must have the same model and layout, and the other form the same model;
 an error names each difference. The memory is for both forms together (`cache/storage/budget.py`):
-each arena could hold all of it, but a memfd has memory only where it was used. The SSD tier belongs
-to the form that was registered first. One owner, no locks; independent of transfers and sockets.
+each arena could hold all of it, but a memfd has memory only where it was used. Where the kernel
+commits strictly, all pages are taken before the first registration (`take_memory`), for one form.
+The SSD tier belongs to the form that was registered first. One owner, no locks; independent of
+transfers and sockets.
 """
 
 from __future__ import annotations
@@ -52,6 +54,8 @@ ANSWERS_AT_ONCE = 4
 ANSWER_TOKENS = 2_048
 ANSWER_PARTS = 32
 
+# What the process takes beside the arena: Python, the index of the pools, buffers of transfers.
+OWN_BYTES = 256 << 20
 _LESS_MEMORY = "give less memory, or raise the limit of the container or of the host"
 
 
@@ -101,9 +105,18 @@ class Store:
         self._clock = clock or MonotonicClock()
         self._budget = MemoryBudget(options.memory_bytes)
         self._lease_ids = count(first_lease_id())  # one lease is of one pool only
+        self._taken_fd: int | None = None  # of the memory, where the kernel commits strictly
         self._worker: SsdWorker | None = None  # of the SSD tier, if there is one
         self._keeps_answers = False  # an engine does that has registered
         self._spilling: asyncio.Task[None] | None = None  # ahead of answers
+
+    def take_memory(self) -> None:
+        """Where the kernel commits strictly, it may have no page when one is first used, and the
+        process that touches it would get SIGBUS: then all pages are taken here. Call it before the
+        first registration, in a thread, because it takes a second for every 8 GiB or so. Raises
+        InputError when there is less memory."""
+        if commits_strictly():
+            self._taken_fd = _memory(self.options.memory_bytes, taken=True)
 
     def new_lease_id(self) -> int:
         """The id of a lease that uses the pages of another one."""
@@ -248,6 +261,9 @@ class Store:
             os.close(storage.fd)
             if stopped and storage.ssd_fd is not None:
                 os.close(storage.ssd_fd)
+        if self._taken_fd is not None:
+            os.close(self._taken_fd)
+            self._taken_fd = None
         self.storages = ()
         self._worker = None
 
@@ -285,9 +301,20 @@ class Store:
                 where="--memory",
                 fix="give more memory",
             )
+        if self._taken_fd is not None and self.storages:
+            raise InputError(
+                f"this kvd has memory for one form, and the {self.storages[0].form} form has it, "
+                "because the kernel commits strictly (vm.overcommit_memory is 2)",
+                where="compat",
+                fix='let engines have one form ("form" in kv_connector_extra_config), or set '
+                "vm.overcommit_memory to 0 and restart the kvd",
+            )
         share = self._share(form, layout.page_bytes)
         on_failure.callback(share.leave)
-        fd = _memory(pages * layout.page_bytes)
+        if self._taken_fd is None:
+            fd = _memory(pages * layout.page_bytes)
+        else:
+            fd = os.dup(self._taken_fd)  # a registration that fails leaves the memory
         on_failure.callback(os.close, fd)
         arena = _mapped(fd, layout.page_bytes, pages)
         ssd, ssd_fd = None, None
@@ -377,23 +404,23 @@ def check_memory(nbytes: int) -> None:
     """InputError where this process could never fill an arena of this size: it would be killed when
     the pool is nearly full, which may be weeks later."""
     limit = memory_limit()
-    if limit is not None and nbytes > limit:
+    if limit is not None and nbytes + OWN_BYTES > limit:
         raise InputError(
-            f"an arena of {nbytes} bytes cannot be made: this process may have {limit} bytes",
+            f"an arena of {nbytes} bytes cannot be made: this process may have {limit} bytes, of "
+            f"which it needs {OWN_BYTES} itself, so that {max(0, limit - OWN_BYTES)} are left",
             where="--memory",
             fix=_LESS_MEMORY,
         )
 
 
-def _memory(nbytes: int) -> int:
+def _memory(nbytes: int, *, taken: bool = False) -> int:
     """Sealed: a process that maps the memory cannot shrink it while another process uses it. Its
-    pages come when they are used, which a full /dev/shm does not prevent: the file lies in none.
-    Where the kernel commits strictly it may have no page then, and the process would get SIGBUS, so
-    that all pages are taken now."""
+    pages come when they are used, or now when they are to be `taken`, which a full /dev/shm does
+    not prevent: the file lies in none."""
     fd = os.memfd_create("prfaas-kvd", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, nbytes)
-        if commits_strictly():
+        if taken:
             os.posix_fallocate(fd, 0, nbytes)
     except OSError as error:
         os.close(fd)

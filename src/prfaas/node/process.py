@@ -25,7 +25,7 @@ from prfaas.node.metrics import NodeMetrics
 from prfaas.node.request_reader import NodeModel
 from prfaas.node.request_runner import open_request_runner
 from prfaas.node.server import NodeApi
-from prfaas.security.own_host import OwnHost
+from prfaas.security.own_host import OwnHost, host_name
 from prfaas.security.reload import reloading
 from prfaas.security.shared_key import SharedKey
 from prfaas.security.tls import TlsIdentity
@@ -139,7 +139,11 @@ async def run_node(
             recorder,
         )
         await api.start()
-        own_host = OwnHost.of(settings.host, insecure=settings.insecure)
+        own_host = OwnHost.of(
+            settings.host,
+            insecure=settings.insecure,
+            advertised=host_name(settings.advertise) if settings.advertise else None,
+        )
         application = api.application(member_key, for_metrics, own_host)
         # Cancels the handler of a client that hangs up, even while nothing is written to it.
         connections = Connections("node", ConnectionTable(bounds_of_process()))

@@ -38,22 +38,23 @@ class OwnHost(NamedTuple):
     """A service without keys that listens on loopback, under this name or address."""
 
     host: str
+    advertised: str = ""  # another name that its operator has given it, of a tunnel for example
 
     @classmethod
-    def of(cls, host: str, *, insecure: bool) -> OwnHost | None:
+    def of(cls, host: str, *, insecure: bool, advertised: str | None = None) -> OwnHost | None:
         """None where other hosts may reach the service, or its operator has accepted the risk: its
         names are not known then."""
-        return cls(host) if is_loopback(host) and not insecure else None
+        return cls(host, advertised or "") if is_loopback(host) and not insecure else None
 
     def refusal(self, method: str, headers: Headers) -> Refusal | None:
         """Why a request must not be answered; None: it may be."""
         given = headers.get("Host")  # every browser sends it
         name = None if given is None else host_name(f"//{given}")
-        if given is not None and not (name and (is_loopback(name) or name == self.host.lower())):
+        if given is not None and not (name and self._is_own(name)):
             return Refusal(
                 UNKNOWN_HOST,
                 "this service has no key, and answers only requests to localhost or a loopback "
-                f"address; {_FIX}",
+                f"address, or to the name that it advertises; {_FIX}",
             )
         if not is_own_origin(method, headers) or (
             method not in SAFE_METHODS and _is_browser(headers) and _is_form(headers)
@@ -64,6 +65,11 @@ class OwnHost(NamedTuple):
                 f"forms of browsers; {_FIX}",
             )
         return None
+
+    def _is_own(self, name: str) -> bool:
+        bare = name.removesuffix(".")  # with the dot, the name is looked up as it is
+        own = {one.lower().removesuffix(".") for one in (self.host, self.advertised) if one}
+        return is_loopback(bare) or bare in own
 
 
 def refuse_foreign(

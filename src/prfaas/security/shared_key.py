@@ -29,13 +29,14 @@ class SharedKey:
 
     def __init__(self, keys: Sequence[str], file: Path | None = None) -> None:
         self._file = file
-        self._use(keys)
+        self.use(keys)
 
     @classmethod
     def read(cls, file: Path) -> SharedKey:
         return cls(read_secrets(file, min_characters=MIN_CHARACTERS), file)
 
-    def _use(self, keys: Sequence[str]) -> None:
+    def use(self, keys: Sequence[str]) -> None:
+        """From now on these are the keys; the first one is sent."""
         self._keys = tuple(keys)
         self._digests = [digest(key) for key in keys]
         self.header = f"Authorization: Bearer {keys[0]}\r\n"  # of a request that sends the key
@@ -50,8 +51,13 @@ class SharedKey:
 
     def reload(self) -> None:
         """Raises InputError, and keeps its keys, when the file does not hold a key."""
-        if self._file is not None:
-            self._use(read_secrets(self._file, min_characters=MIN_CHARACTERS))
+        self.use(self.read_again())
+
+    def read_again(self) -> Sequence[str]:
+        """The keys that the file has now, which are not used yet. Raises InputError."""
+        if self._file is None:
+            return self._keys
+        return read_secrets(self._file, min_characters=MIN_CHARACTERS)
 
     def accepts(self, authorization: str | None) -> bool:
         """Whether this `Authorization` header has one of the keys."""

@@ -26,7 +26,7 @@ from prfaas.service.probes import PROBE_PATHS
 _LOG = logging.getLogger(__name__)
 
 # After which a peer that acknowledges nothing counts as gone. Longer than a gateway lets its nodes
-# wait for a client that has stopped reading (`stall_s`): to TCP the two look alike.
+# wait for a client that has stopped reading (`stall_s`, 150 s at most): to TCP the two look alike.
 GONE_S: Final = 180.0
 FIRST_REQUEST_S: Final = 20.0  # from the accept to the last header, with the handshake
 _AT_ONCE: Final = 16  # connections that are accepted before other work of the loop

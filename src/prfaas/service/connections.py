@@ -12,7 +12,8 @@ A connection with a request under way is never closed for another one.
 
 For a connection above a bound the oldest new one is closed, then the oldest stranger, then the
 oldest known one; a client repeats a request that meets the end of an idle connection. Where
-requests are under way on all, the connection that has just arrived is closed. The oldest is the one
+requests are under way on all that are looked at, 64 of each stage at most, the connection that has
+just arrived is closed; the next search looks at others. The oldest is the one
 that was accepted first, or on which a request was under way when the last one was chosen: queues
 change for a connection's first requests only, so that the others cost next to nothing.
 """
@@ -31,7 +32,7 @@ from typing import TypeAlias
 MOST = 8_192  # connections of one service, however many descriptors it may have
 # Descriptors for the process itself: logs, workers, event loop, files, calls to other processes.
 RESERVED = 64
-MEMORY_BYTES = 64 << 10  # that a connection takes: TLS, the parser and both buffers
+MEMORY_BYTES = 112 << 10  # that a connection takes: TLS (104 KB), the parser and both buffers
 WARN_AT = 0.8  # of a bound
 _QUIET_BELOW = 0.6  # after a warning, of the same bound
 _PREFIX_BITS = 64  # a host has all IPv6 addresses with its first 64 bits
@@ -111,7 +112,7 @@ class Stage(enum.Enum):
 
 
 _CLOSED_FIRST = (Stage.NEW, Stage.STRANGER, Stage.KNOWN)
-_MOST_LOOKS = 64  # at busy connections, for one idle one
+MOST_LOOKS = 64  # at busy connections, for one idle one
 
 
 class Reason(enum.Enum):
@@ -153,7 +154,7 @@ class _Scope:
             return None
         for stage in stages:
             queue = self.queues[stage]
-            for _ in range(min(len(queue), _MOST_LOOKS)):
+            for _ in range(min(len(queue), MOST_LOOKS)):
                 oldest = next(iter(queue))
                 if not oldest.busy:
                     return oldest

@@ -3,6 +3,10 @@
 A write waits while the reader of a pipe is stopped, and fails on a full disk. A service must go on
 meanwhile: lines wait in a bounded queue, and those beyond its bounds are dropped and counted. When
 lines can be written again, one of them says how many are missing.
+
+A copy of the process (`os.fork`) has no threads but one. Its writers begin anew there: with a
+thread of their own when the first line comes, and without the lines of the other process, which
+writes them itself.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import os
 import select
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 
@@ -37,6 +42,12 @@ class LogWriter:
         self._most_lines = most_lines
         self._most_bytes = most_bytes
         self._retry_s = retry_s
+        self._begin()
+        self._start()
+        _WRITERS.add(self)
+
+    def _begin(self) -> None:
+        """Without lines. The condition is new as well: at a fork, another thread may hold it."""
         self._changed = threading.Condition()
         self._lines: deque[bytes] = deque()
         self._held_bytes = 0
@@ -44,7 +55,11 @@ class LogWriter:
         self._told = 0  # of them, those that a line has told of
         self._writing = False
         self._cut = False  # the latest line was not written to its end
+        self._started = False
+
+    def _start(self) -> None:
         threading.Thread(target=self._work, name="prfaas-log", daemon=True).start()
+        self._started = True
 
     @property
     def dropped(self) -> int:
@@ -58,6 +73,12 @@ class LogWriter:
             if full or self._held_bytes + len(line) > self._most_bytes:
                 self._dropped += 1
                 return
+            if not self._started:  # a copy of the process, of which most log nothing
+                try:
+                    self._start()
+                except RuntimeError:  # no further thread: the copy is at a limit, or ends
+                    self._dropped += 1
+                    return
             self._lines.append(line)
             self._held_bytes += len(line)
             self._changed.notify_all()
@@ -110,3 +131,14 @@ class LogWriter:
         except OSError:
             return False
         return True
+
+
+_WRITERS: weakref.WeakSet[LogWriter] = weakref.WeakSet()
+
+
+def _begin_copies() -> None:
+    for writer in list(_WRITERS):
+        writer._begin()
+
+
+os.register_at_fork(after_in_child=_begin_copies)

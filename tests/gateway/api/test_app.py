@@ -14,15 +14,18 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
+from aiohttp import web
 
 from prfaas.engine.emulated.pace import Scales
 from prfaas.errors import RequestError, StreamBroken
 from prfaas.gateway import tokenization
 from prfaas.gateway.api.credentials import REGISTER, TenantKey
+from prfaas.gateway.client.node_client import NodeResponse
 from prfaas.gateway.request import GatewayRequest, RequestTrace, Upstream
 from prfaas.security.shared_key import SharedKey
 from prfaas.types import Form
 from tests.gateway.api.api_server import ApiServer, OneNode, api_server
+from tests.gateway.client.test_node_client import serving
 
 GOOD = {"prompt": [1, 2, 3], "max_tokens": 2}
 
@@ -431,6 +434,30 @@ async def test_a_whole_answer_that_nobody_reads_counts_as_a_request(
             pass
         second.close()
         third.close()
+
+
+async def test_whole_answers_in_memory_count_like_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit of one answer says nothing about many of them."""
+
+    async def big(request: web.Request) -> web.Response:
+        return web.Response(body=b'{"choices": [], "text": "%s"}' % (b"x" * (20 << 20)))
+
+    @asynccontextmanager
+    async def answer(*_: object) -> AsyncIterator[NodeResponse]:
+        async with client.answer("/v1/completions", b"{}", {}, stream=False) as response:
+            yield response
+
+    monkeypatch.setattr(OneNode, "answer", answer)
+    async with serving(big) as client, api_server(max_bodies_mb=30.0) as server:
+        unread = Unread(server, "/v1/completions")
+        assert await unread.ask() == b"HTTP/1.1 200"
+        status, body = await server.post("/v1/completions", GOOD)
+        assert status == 503 and body["error"]["code"] == "overloaded"
+        unread.close()
+        while (await server.post("/v1/completions", GOOD))[0] != 200:
+            pass
+        page = (await server.get("/metrics"))[1].decode()
+        assert "prfaas_gateway_body_bytes 0.0" in page
 
 
 async def test_a_client_that_does_not_read_a_whole_answer_stalls(

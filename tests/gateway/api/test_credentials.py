@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.errors import RequestError
+from prfaas.errors import InputError, RequestError
 from prfaas.gateway.api.credentials import GatewayCredentials, Keyring, TenantKey
 from prfaas.security.shared_key import SharedKey
 
@@ -53,3 +55,50 @@ def test_the_metrics_key_opens_the_metrics_only(operator: SharedKey | None) -> N
     for path, key in (*((path, "metrics") for path in others), ("/metrics", "tenant")):
         with pytest.raises(RequestError):
             credentials.admit(path, f"Bearer {key}")
+
+
+@pytest.mark.parametrize("key", [None, "Bearer other"])
+def test_the_metrics_key_protects_the_metrics_also_without_tenant_keys(key: str | None) -> None:
+    credentials = GatewayCredentials(metrics=SharedKey(["metrics"]), insecure=True)
+    assert credentials.admit("/metrics", "Bearer metrics") == ""
+    assert credentials.admit("/prfaas/v1/state", key) == "", "as without any key"
+    with pytest.raises(RequestError, match="metrics key"):
+        credentials.admit("/metrics", key)
+
+
+def accepts(credentials: GatewayCredentials, path: str, key: str) -> bool:
+    try:
+        credentials.admit(path, f"Bearer {key}")
+    except RequestError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("bad", ["operator", "metrics"])
+def test_a_reload_with_one_bad_file_changes_no_key(tmp_path: Path, bad: str) -> None:
+    def write(name: str, key: str, mode: int = 0o600) -> Path:
+        file = tmp_path / name
+        file.write_text(key)
+        file.chmod(mode)
+        return file
+
+    tenants = [TenantKey("sk-one", "one"), TenantKey("sk-two", "two")]
+    names = ("operator", "metrics")
+    operator, metrics = (SharedKey.read(write(name, name[0] * 32)) for name in names)
+    credentials = GatewayCredentials(lambda: list(tenants), operator=operator, metrics=metrics)
+    revoked = tenants.pop()
+    for name in names:
+        write(name, name[0].upper() * 32, 0o644 if name == bad else 0o600)
+    paths = {"operator": "/prfaas/v1/state", "metrics": "/metrics"}
+    with pytest.raises(InputError, match=bad):
+        credentials.reload()
+    for name, path in paths.items():
+        assert accepts(credentials, path, name[0] * 32)
+        assert not accepts(credentials, path, name[0].upper() * 32)
+    assert accepts(credentials, "/v1/models", revoked.secret)
+    (tmp_path / bad).chmod(0o600)
+    credentials.reload()
+    for name, path in paths.items():
+        assert accepts(credentials, path, name[0].upper() * 32)
+        assert not accepts(credentials, path, name[0] * 32)
+    assert not accepts(credentials, "/v1/models", revoked.secret)

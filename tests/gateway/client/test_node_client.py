@@ -10,8 +10,15 @@ from contextlib import asynccontextmanager, contextmanager
 import pytest
 from aiohttp import web
 
-from prfaas.errors import ConnectionLost, MalformedResponse, PeerHttpError, StreamBroken
+from prfaas.errors import (
+    ConnectionLost,
+    MalformedResponse,
+    PeerHttpError,
+    RequestError,
+    StreamBroken,
+)
 from prfaas.gateway.client import node_client
+from prfaas.gateway.client.answer_memory import counting
 from prfaas.gateway.client.node_client import Card, Load, NodeClient
 from prfaas.http_client.client import open_client
 from tests.gateway.backends import until
@@ -231,6 +238,66 @@ async def test_an_event_has_a_limit_and_arrives_whole_below_it(
         assert await streamed(client) == ([event, DONE], 1)
     async with node(TOKENS[0], *pieces[:-1], *pieces[:-1], DONE) as client:
         with pytest.raises(StreamBroken, match="more than 100000 bytes"):
+            await streamed(client)
+
+
+class Counter:
+    """What a request holds of its answer."""
+
+    def __init__(self, most: int) -> None:
+        self.held, self.highest, self._most = 0, 0, most
+
+    def __call__(self, nbytes: int) -> None:
+        self.held += nbytes
+        self.highest = max(self.highest, self.held)
+        if self.held > self._most:
+            raise RequestError(503, "overloaded", "no room")
+
+
+@contextmanager
+def counted(most: int = 1 << 30) -> Iterator[Counter]:
+    counter = Counter(most)
+    token = counting.set(counter)
+    try:
+        yield counter
+    finally:
+        counting.reset(token)
+
+
+async def test_a_whole_answer_is_counted_while_it_arrives() -> None:
+    body = b'{"choices": "%s"}' % (b"x" * 1_000_000)
+    async with node(body) as client:
+        with counted() as counter:
+            async with client.answer("/v1/completions", b"{}", {}, stream=False) as answer:
+                assert [parts async for parts in answer.events()] == [[body]]
+            assert counter.held == len(body), "the request holds it until the client has it"
+        with counted(500_000) as counter:
+            with pytest.raises(RequestError, match="no room"):
+                async with client.answer("/v1/completions", b"{}", {}, stream=False):
+                    pass
+            assert counter.held == 0 and counter.highest < len(body)
+
+
+async def test_short_answers_and_events_need_no_room() -> None:
+    """They are not lost while others fill the memory."""
+    event = b"data: " + b"x" * 100_000 + b"\n\n"
+    async with node(event[:50_000], event[50_000:], DONE) as client:
+        with counted(0) as counter:
+            assert await streamed(client) == ([event, DONE], 1)
+            assert counter.highest == 0
+    async with node(b'{"choices": []}') as client:
+        with counted(0):
+            async with client.answer("/v1/completions", b"{}", {}, stream=False):
+                pass
+
+
+async def test_an_event_is_counted_until_it_has_arrived_to_its_end() -> None:
+    event = b"data: " + b"x" * 1_000_000 + b"\n\n"
+    async with node(TOKENS[0], event[:500_000], event[500_000:], TOKENS[1], DONE) as client:
+        with counted() as counter:
+            assert (await streamed(client))[0] == [TOKENS[0], event, TOKENS[1], DONE]
+            assert counter.held == 0 and counter.highest >= 500_000
+        with counted(400_000), pytest.raises(StreamBroken, match="no room"):
             await streamed(client)
 
 

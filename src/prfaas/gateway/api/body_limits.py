@@ -1,4 +1,5 @@
-"""Request bodies within limits: bytes of one body, bytes of all bodies, and time to arrive."""
+"""Request bodies within limits: bytes of one body, bytes of all bodies, and time to arrive. Answers
+that wait in memory count like bodies."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from prfaas.gateway.api.content_encoding import (
     too_large,
 )
 from prfaas.gateway.api.start_limiter import StartLimiter
+from prfaas.gateway.client.answer_memory import counting
 
 RETRY_S = 1.0
 # Parsing a body of this size (some ten thousand token ids) takes about a millisecond. A longer body
@@ -164,6 +166,26 @@ class BodyReader:
             self._held_bytes -= body.nbytes
             body.close()
 
+    @contextmanager
+    def counting_answer(self) -> Iterator[None]:
+        """Until the block ends, the request's answer counts like a body, as far as it is held in
+        memory (`gateway/client/answer_memory.py`)."""
+        held = 0
+
+        def count(nbytes: int) -> None:
+            nonlocal held
+            held += nbytes
+            self._held_bytes += nbytes
+            if nbytes > 0:
+                self._check(0)
+
+        token = counting.set(count)
+        try:
+            yield
+        finally:
+            counting.reset(token)
+            self._held_bytes -= held
+
     def replace(self, body: RequestBody, nbytes: int) -> None:
         """From now on the request holds `nbytes` in place of its body. Raises `RequestError` when
         that is too much."""
@@ -179,7 +201,7 @@ class BodyReader:
             raise RequestError(
                 503,
                 "overloaded",
-                f"the bodies of the requests in flight exceed {self._all_bytes} bytes",
+                f"the bodies and answers of the requests in flight exceed {self._all_bytes} bytes",
                 retry_after_s=RETRY_S,
             )
 

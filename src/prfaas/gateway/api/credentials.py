@@ -130,6 +130,7 @@ class GatewayCredentials:
         return (*self._key_files, *chain.from_iterable(shared))
 
     def reload(self) -> None:
+        """Raises InputError, and keeps every key, when one of the files is not good."""
         keyring = Keyring(self._read_tenant_keys())
         if self.locked and not keyring.locked:
             raise InputError(
@@ -137,9 +138,10 @@ class GatewayCredentials:
                 where="gateway.keys",
                 fix="keep one key, or restart the gateway",
             )
-        for key in (self._operator, self._metrics):
-            if key is not None:
-                key.reload()
+        shared = [key for key in (self._operator, self._metrics) if key is not None]
+        read = [key.read_again() for key in shared]
+        for key, keys in zip(shared, read, strict=True):
+            key.use(keys)
         self._keyring = keyring
 
     def admit(self, path: str, authorization: str | None) -> str:
@@ -155,8 +157,11 @@ class GatewayCredentials:
             return ""
         if path.startswith(_TENANT_PREFIX) or path in _TENANT_PATHS:
             return self._keyring.tenant(authorization)
-        if path == METRICS and self._metrics is not None and self._metrics.accepts(authorization):
-            return ""
+        if path == METRICS and self._metrics is not None:
+            if self._metrics.accepts(authorization):
+                return ""
+            if self._operator is None:  # also where tenants have no keys
+                raise _unauthorized("the metrics key")
         self._admit_operator(authorization)
         return ""
 

@@ -149,7 +149,10 @@ class ApiMetrics:
         self.bodies_waiting = self._gauge(
             "bodies_waiting", "Long bodies that wait for a body worker."
         )
-        self.body_bytes = self._gauge("body_bytes", "Bytes of the bodies of requests in flight.")
+        self.body_bytes = self._gauge(
+            "body_bytes",
+            "Bytes of the bodies, and of answers that wait in memory, of requests in flight.",
+        )
 
     def count(self, record: RequestRecord, outcome: str, now_s: float) -> None:
         trace, route = record.trace, record.route

@@ -17,9 +17,18 @@ from prfaas.config.gateway import DEFAULTS, GatewayTimeouts
 from prfaas.contracts.kv_transfer_params import ResponseParams
 from prfaas.contracts.openai import Usage, UsageField
 from prfaas.contracts.openai_fields import Endpoint
-from prfaas.errors import ConnectionLost, MalformedResponse, PeerHttpError, StreamBroken
+from prfaas.errors import (
+    ConnectionLost,
+    MalformedResponse,
+    PeerError,
+    PeerHttpError,
+    RequestError,
+    StreamBroken,
+)
+from prfaas.gateway.client.answer_memory import Count, counting
 from prfaas.gateway.client.report_checks import LONGEST_TEXT, count
 from prfaas.http_client.client import Exchange, HttpClient
+from prfaas.http_client.connection import READ_BYTES
 from prfaas.http_client.paced_writer import RequestBody
 
 DRAINING = "draining"  # the error code of a node that takes no new requests
@@ -32,6 +41,9 @@ CARD_BYTES = 1 << 20
 HEALTH_BYTES = 64 << 10
 PREFILL_BYTES = 16 << 20
 CHECKED_BYTES = 4 << 20
+# Of a request in flight, which has memory for so much in any case: others that fill the memory must
+# not cut streams and short answers off.
+UNCOUNTED_BYTES = READ_BYTES
 ANSWER_BYTES = 256 << 20  # of a whole answer, or of one event: log-probabilities of a long prompt
 _MOST_REQUESTS = 10**6  # at one node
 _MOST_TOKENS = 2**31
@@ -204,9 +216,10 @@ class NodeClient:
         )
         async with exchange:
             await exchange.check_status()
-            rest = _events(exchange) if stream else None
+            count_held = counting.get()
+            rest = _events(exchange, count_held) if stream else None
             first = (
-                [await exchange.read_rest(ANSWER_BYTES)]
+                [await _whole(exchange, count_held, url)]
                 if rest is None
                 else await anext(rest, None)
             )
@@ -214,8 +227,10 @@ class NodeClient:
                 raise ConnectionLost(f"{url}: the stream ended before the first token")
             if first[0].startswith(_ERROR):
                 raise _error_of(first[0])
+            response = NodeResponse(rest, first, url)
+            del first  # which may be long, and is the response's to forget
             with unless(exchange.give_up):
-                yield NodeResponse(rest, first, url)
+                yield response
 
 
 class NodeResponse:
@@ -233,6 +248,7 @@ class NodeResponse:
 
     async def events(self) -> AsyncIterator[list[bytes]]:
         batch: list[bytes] | None = self._first
+        self._first = []  # it may be long
         while batch is not None:
             events, error = self._split_error(batch)
             if events:
@@ -249,7 +265,7 @@ class NodeResponse:
             return None
         try:
             return await anext(self._rest, None)
-        except ConnectionLost as error:
+        except (ConnectionLost, RequestError) as error:
             raise StreamBroken(str(error)) from None
 
     @property
@@ -277,26 +293,58 @@ class NodeResponse:
         return batch, None
 
 
-async def _events(exchange: Exchange) -> AsyncIterator[list[bytes]]:
-    """Whole events, each with the empty line that ends it, in the batches in which they arrived."""
-    parts: list[bytes] = []  # of the event that has not ended
-    held = 0
-    while (data := await exchange.read_some()) is not None:
-        # The end of an event may be split over two reads; only the latest bytes are searched.
-        if parts and parts[-1].endswith(b"\n"):
-            last = parts.pop()
-            held -= len(last)
-            data = last + data
-        *whole, rest = data.split(b"\n\n")
-        if whole:
-            whole[0] = b"".join([*parts, whole[0]])
-            parts, held = [], 0
-            yield [event + b"\n\n" for event in whole]
-        if rest:
-            parts.append(rest)
-            held += len(rest)
+async def _whole(exchange: Exchange, count_held: Count, url: str) -> bytes:
+    """The body of an answer that does not stream. Its request counts it from now on, unless it is
+    short."""
+    parts: list[bytes] = []
+    held = counted = 0
+    try:
+        while (data := await exchange.read_some()) is not None:
+            parts.append(data)
+            held += len(data)
+            if held > UNCOUNTED_BYTES:
+                more, counted = held - counted, held
+                count_held(more)
             if held > ANSWER_BYTES:
-                raise ConnectionLost(f"an event of the stream has more than {ANSWER_BYTES} bytes")
+                raise MalformedResponse(f"{url} sent more than {ANSWER_BYTES} bytes")
+    except BaseException:
+        count_held(-counted)  # another node may be asked
+        raise
+    return b"".join(parts)
+
+
+async def _events(exchange: Exchange, count_held: Count) -> AsyncIterator[list[bytes]]:
+    """Whole events, each with the empty line that ends it, in the batches in which they arrived.
+    Counts a long event that has not ended, and then until the next one is asked for."""
+    parts: list[bytes] = []  # of the event that has not ended
+    held = counted = 0
+    try:
+        while (data := await exchange.read_some()) is not None:
+            # The end of an event may be split over two reads; only the latest bytes are searched.
+            if parts and parts[-1].endswith(b"\n"):
+                last = parts.pop()
+                held -= len(last)
+                data = last + data
+            *whole, rest = data.split(b"\n\n")
+            if whole:
+                whole[0] = b"".join([*parts, whole[0]])
+                parts, held = [], 0
+                yield [event + b"\n\n" for event in whole]
+                del whole  # one of them may be long
+            if rest:
+                parts.append(rest)
+                held += len(rest)
+                if held > ANSWER_BYTES:
+                    raise ConnectionLost(
+                        f"an event of the stream has more than {ANSWER_BYTES} bytes"
+                    )
+            due = held if held > UNCOUNTED_BYTES else 0
+            if due != counted:
+                more, counted = due - counted, due
+                count_held(more)
+    except PeerError:
+        count_held(-counted)  # another node may be asked
+        raise
 
 
 def _serves(ours: object, url: str) -> Mapping[Endpoint, frozenset[str]] | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from prfaas.config.gateway import GatewaySection
 from prfaas.gateway.body_workers.pool import WORKERS, memory_bound
+from prfaas.gateway.client.node_client import ANSWER_BYTES
+from prfaas.http_client.connection import HELD_BYTES, READ_BYTES
 from prfaas.launch.kubernetes.options import RenderOptions
 from prfaas.launch.kubernetes.pod_places import MEMBERS_SERVICE
 from prfaas.launch.kubernetes.pods import (
@@ -28,6 +30,12 @@ _START_S = 120
 # Of the gateway's process, without what has a bound of its own: Python, the tokenizer, the index of
 # cached prefixes, requests and their history.
 _OWN_BYTES = 2 * BASE_BYTES
+# Of the stream of a client that does not read: bytes that wait, those that were taken from them as
+# events, and these as they are being written.
+_STREAM_COPIES = 3
+# Of one answer: it is joined from its parts, and corrected or merged. The event loop does this for
+# one answer at a time.
+_ANSWER_COPIES = 2
 # A gateway in its last step releases what requests hold at kvds that do not answer.
 _RELEASE_S = 20.0
 
@@ -36,9 +44,11 @@ def memory_bytes(section: GatewaySection) -> int:
     """The most memory that a gateway with these settings takes, as the sum of its own bounds. A pod
     with a smaller limit would be killed by clients that keep to every limit."""
     workers = WORKERS * memory_bound(int(section.max_body_mb * 1e6))
-    bodies = int(section.max_bodies_mb * 1e6)  # in memory, or in files that have no disk
+    # Bodies in memory, or in files that have no disk, and answers before they are sent.
+    bodies = int(section.max_bodies_mb * 1e6) + _ANSWER_COPIES * ANSWER_BYTES
+    streams = section.max_in_flight * _STREAM_COPIES * (HELD_BYTES + READ_BYTES)
     connections = most_of_gateway(section.max_in_flight) * CONNECTION_BYTES
-    return _OWN_BYTES + workers + bodies + connections
+    return _OWN_BYTES + workers + bodies + streams + connections
 
 
 def deployment(
