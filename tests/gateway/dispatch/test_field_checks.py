@@ -119,6 +119,18 @@ async def test_an_engine_without_the_path_gets_a_trial_request(status: int) -> N
             await asked.check(min_p=5.0)
 
 
+async def test_a_trial_request_has_two_choices_at_most() -> None:
+    """One would not show that an engine refuses several, and all would be work that no node has
+    been booked for."""
+    async with engine_asked(404) as asked:
+        await asked.engine.script(TRIAL, {"choices": []})
+        for n in (1, 2, 64):
+            request = replace(asking(1, n=n, min_p=n / 100), n=n)
+            await asked.checks.check(asked.member, request)
+        trials = await asked.engine.requested(TRIAL)
+        assert [trial["n"] for trial in trials] == [1, 2, 2]
+
+
 async def test_an_engine_that_fails_at_it_still_gets_the_request() -> None:
     async with engine_asked(500) as asked:
         await asked.check(min_p=0.5)

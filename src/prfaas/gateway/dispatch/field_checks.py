@@ -52,10 +52,11 @@ _CONVERSATION = frozenset({"messages", "documents"})
 _LONGEST_CONVERSATION = 1 << 16
 _SHORT_CONVERSATION = ({"role": "user", "content": "a"},)
 _OF_THE_CONVERSATION = frozenset({"add_generation_prompt", "continue_final_message"})
-# Of these a trial request keeps nothing: it generates one token of one answer, and does not stream.
+# Of these a trial request keeps nothing: it generates one token, and does not stream.
 _OF_THE_ANSWER = frozenset(
-    {"max_tokens", "max_completion_tokens", "min_tokens", "n", "stream", "stream_options"}
+    {"max_tokens", "max_completion_tokens", "min_tokens", "stream", "stream_options"}
 )
+_TRIAL_CHOICES = 2  # at most: enough to learn whether several are allowed
 _SHOWN_CHARS = 100  # of a field's name
 TRIAL_S = 30.0  # a trial request waits in the engine's queue, and for the compilation of a grammar
 _NO_SUCH_PATH = (403, 404, 405, 501)
@@ -189,6 +190,8 @@ def _trial_request(request: GatewayRequest) -> dict[str, Any]:
         fields["prompt"] = [int(request.token_ids.array[0])]
     else:
         fields = _without_conversation(fields)
+    if request.n > _TRIAL_CHOICES:
+        fields["n"] = _TRIAL_CHOICES
     return {**fields, "max_tokens": 1, "stream": False}
 
 
