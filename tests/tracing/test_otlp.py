@@ -202,8 +202,10 @@ def check_spans(spans: list[ReceivedSpan]) -> None:
     queue = the(spans, names.NODE_QUEUE, PREFILL_NODE)
     assert lease.end_s <= queue.start_s + 1e-6 and queue.end_s <= prefill.start_s + 1e-6
     assert lease.attributes[names.TRANSFER_ID] == sent.attributes[names.TRANSFER_ID]
-    # The kvd sends while the engine computes.
-    assert sent.start_s - CLOCK_S < prefill.end_s <= sent.end_s + CLOCK_S
+    # The kvd sends while the engine computes. The last bytes may have gone before the node hears
+    # that its engine has ended, by as much as its event loop is late.
+    assert sent.start_s - CLOCK_S < prefill.end_s
+    assert prefill.start_s < sent.end_s + CLOCK_S
     assert the(spans, names.NODE_DECODE).attributes[names.OUTPUT_TOKENS] >= 1
 
 
