@@ -25,6 +25,7 @@ from prfaas.console.scene import (
 from tests.browser.chromium import Browser
 from tests.browser.loop_thread import LoopThread
 from tests.browser.replay import GeneratedTraffic, Message, first_message, replaying
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(300)
 NODES, REQUESTS_PER_S = 200, 100
@@ -96,7 +97,8 @@ def test_text_of_members_is_never_markup(
             browser.until("return document.querySelector('#details')?.hidden === false")
         assert browser.script("return window.hacked") is None
         assert not browser.has("img, iframe, object, embed, body script:not([type])")
-        browser.problems()  # the details of a request of this name are not found (404)
+        # The details of a request of this name are not found (404), which the browser logs.
+        wait_until(lambda: bool(browser.problems()))
 
 
 def test_frames_per_second_with_many_nodes(
