@@ -50,7 +50,12 @@ def test_pods_register_themselves_and_serve_what_another_cluster_has_prefilled(
 ) -> None:
     answer = pods.complete(LONG)
     assert answer["usage"]["completion_tokens"] == 4
-    (line,) = [x for x in pods.pods["gateway"].log("gateway").splitlines() if '"route"' in x]
+
+    def lines() -> list[str]:
+        return [x for x in pods.pods["gateway"].log("gateway").splitlines() if '"route"' in x]
+
+    wait_until(lambda: bool(lines()))  # a thread writes the log
+    (line,) = lines()
     assert '"prefill":"prfaas-0"' in line.replace(" ", "")
     assert not any(one["listed"] for one in pods.nodes().values())
 
