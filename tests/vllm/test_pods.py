@@ -142,6 +142,7 @@ def prefills(pods: VllmPods) -> list[str]:
 
 def test_servers_register_themselves_and_hand_off(pods: VllmPods) -> None:
     assert pods.complete(seed=0)["usage"]["completion_tokens"] == 4
+    wait_until(lambda: bool(prefills(pods)))  # a thread writes the log
     (line,) = prefills(pods)
     assert '"outcome":"completed"' in line.replace(" ", "")
 
