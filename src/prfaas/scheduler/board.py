@@ -149,6 +149,9 @@ class _BoardNode:
 
     def add_job(self, job: Dispatch) -> None:
         self.unfinished[job] = None
+        self.queue_job(job)
+
+    def queue_job(self, job: Dispatch) -> None:
         if not self.jobs:
             self.since_s = job.ready_s
         self.jobs[job] = None
@@ -159,12 +162,15 @@ class _BoardNode:
         if job not in self.unfinished:
             return False
         del self.unfinished[job]
+        self.take_out(job, now_s)
+        return True
+
+    def take_out(self, job: Dispatch, now_s: float) -> None:
         if job in self.jobs:
             first = next(iter(self.jobs)) is job
             self._drop(job)
             if first:
                 self.since_s = now_s
-        return True
 
     def _drop(self, job: Dispatch) -> None:
         del self.jobs[job]
@@ -198,6 +204,11 @@ class _BoardNode:
         if own_s is None:
             return self.others_until_s if others_s > 0 else None
         return own_s + max(0.0, others_s)
+
+    def free_from_s(self, now_s: float) -> float:
+        """The same, of a node that is idle from now on at most."""
+        free_at_s = self.free_at_s(now_s)
+        return now_s if free_at_s is None else free_at_s
 
 
 class Board:
@@ -340,9 +351,22 @@ class Board:
         node = self._nodes.get(job.route.prefill)  # None: it has left since its prefill ended
         if node is None or not node.end_job(job, now_s):
             return False
-        free_at = node.free_at_s(now_s)
-        node.set_work(now_s if free_at is None else free_at, -1)
+        node.set_work(node.free_from_s(now_s), -1)
         return True
+
+    def record_unready(self, job: Dispatch, now_s: float) -> None:
+        """The prefill cannot begin yet, and nothing says when: others go before it. Its node keeps
+        it. `record_ready`, or the end of the attempt, follows."""
+        node = self._nodes[job.route.prefill]
+        node.take_out(job, now_s)
+        node.set_work(node.free_from_s(now_s), 0)
+
+    def record_ready(self, job: Dispatch, now_s: float) -> None:
+        """The prefill can begin: it is the last one of its node's queue."""
+        node = self._nodes[job.route.prefill]
+        job.ready_s = max(job.ready_s, now_s)
+        node.queue_job(job)
+        node.set_work(node.free_from_s(now_s), 0)
 
     def record_handoff(self, job: Dispatch, now_s: float, took_s: float = 0.0) -> None:
         """The hand-off is in place, and decoding can begin. `took_s`, where it is known: how long

@@ -99,6 +99,7 @@ def _host(control: socket.socket) -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == here:
             control.close()
+            os.setsid()  # for `limits.leave_to_others`
             _serve(socket.socket(fileno=descriptors[0]), tokenizer, frozenset(ends))
         os._exit(0)
 

@@ -55,7 +55,7 @@ CHUNK_TOKENS = {"cpu": 512, "cuda": 8192}
 RING_BYTES = 512 << 20
 LATE_S = 0.002  # that a step waits for the masks of grammars; ordinary ones come before the logits
 MOST_LATE_S = 10.0  # the kernel ends a grammar's process before, unless it gets no processor
-LOOK_S = 0.01  # that it waits where it has nothing else to do
+LOOK_S = 0.002  # that it waits where it has nothing else to do: a new job waits, too
 RING_SHARE = 8  # at most this part of the device's free memory
 
 
@@ -297,7 +297,7 @@ class HFEngine:
         self._end_lateness()
         stepping = self._running[: len(self._running) - self._late]
         if not stepping:
-            if self._running:
+            if self._running and self._prefilling is None:
                 self._running[-1].is_ready(LOOK_S)
             return
         lengths = [sequence.tokens for sequence in stepping]
@@ -309,10 +309,12 @@ class HFEngine:
         until_s = time.monotonic() + LATE_S
         for row, sequence in enumerate(stepping):
             sequence.tokens += 1
-            if not sequence.is_ready(max(0.0, until_s - time.monotonic())):
+            patience_s = 0.0 if sequence.was_late else max(0.0, until_s - time.monotonic())
+            if not sequence.is_ready(patience_s):
                 self._set_late(sequence, logits[row].clone())
                 ended[row] = None
                 continue
+            sequence.was_late = False
             end = self._next_token(row, logits[row], greedy[row])
             if end is not None:
                 ended[row] = end
@@ -345,6 +347,7 @@ class HFEngine:
 
     def _set_late(self, sequence: HFSequence, logits: torch.Tensor) -> None:
         sequence.late = Late(logits, time.monotonic() + MOST_LATE_S)
+        sequence.was_late = True
 
     def _next_token(
         self, row: int, logits: torch.Tensor, greedy: int | None = None

@@ -39,6 +39,7 @@ class HFSequence:
         self.last_token = 0
         self.sampler: Sampler | None = None
         self.late: Late | None = None
+        self.was_late = False  # with its latest mask: no step waits for the next one
         self.prompt_logprobs: PromptLogprobsCollector | None = None
         self.boundary: BoundaryCopy | None = None  # the last one that decoding has passed
 

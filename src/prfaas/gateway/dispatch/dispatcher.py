@@ -201,7 +201,7 @@ class Dispatcher:
         transfer: dict[str, Any] = {}
         hand_off: HandOff | None = None
         if route.prefill != route.decode:
-            await self._check_fields(decode, request, route.decode)
+            await self._check_fields(decode, request, booking)
             hand_off = await stack.enter_async_context(
                 self._hand_offs.start(booking, prefill, decode)
             )
@@ -270,10 +270,13 @@ class Dispatcher:
             hand_off.mark_taken()
         return answer
 
-    async def _check_fields(self, decode: Member, request: GatewayRequest, node: NodeId) -> None:
+    async def _check_fields(
+        self, decode: Member, request: GatewayRequest, booking: Booking
+    ) -> None:
+        node, meanwhile = booking.route.decode, partial(booking.unready, self._clock)
         try:
             async with self._fleet.liveness.unless_silent(node):
-                await self._field_checks.check(decode, request)
+                await self._field_checks.check(decode, request, meanwhile)
         except FellSilent as error:
             raise AttemptFailed(str(error), node, engine=node, kind=SILENT) from None
 

@@ -20,6 +20,8 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import msgspec
@@ -101,9 +103,14 @@ class FieldChecks:
         # them. An engine that was silent, and may be another one now, has another card.
         self._accepted: OrderedDict[bytes, Card] = OrderedDict()
 
-    async def check(self, decode: Member, request: GatewayRequest) -> None:
+    async def check(
+        self,
+        decode: Member,
+        request: GatewayRequest,
+        meanwhile: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         """Raises `RequestError` when the engine refuses the request, and `AttemptFailed` when it
-        does not answer."""
+        does not answer. `meanwhile` is entered while the engine is asked, which may take long."""
         url, card = decode.engine_url, decode.card
         if url is None or card is None:
             return  # the attempt fails by itself
@@ -114,7 +121,8 @@ class FieldChecks:
         if self._accepted.get(asked) is card:
             return
         try:
-            await self._ask(NodeClient(self._http, url, self._fleet.timeouts), card, request)
+            with meanwhile():
+                await self._ask(NodeClient(self._http, url, self._fleet.timeouts), card, request)
         except PeerError as error:
             raise_client_error(error)
             if decode.node is None:

@@ -7,9 +7,11 @@ events. Bookkeeping only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Literal, TypeAlias
 
+from prfaas.clock import Clock
 from prfaas.gateway.fleet.gateway_work import GatewayWork
 from prfaas.scheduler.board import Board
 from prfaas.scheduler.request import Route
@@ -46,6 +48,15 @@ class Booking:
     @property
     def stage(self) -> Stage:
         return self._stage
+
+    @contextmanager
+    def unready(self, clock: Clock) -> Iterator[None]:
+        """Meanwhile the prefill waits for something else than its node, however long, and no other
+        request waits for it. An exception ends the attempt."""
+        self._board.record_unready(self._dispatch, clock.now())
+        self._on_prefill_end()
+        yield
+        self._board.record_ready(self._dispatch, clock.now())
 
     def prefilled(self, now_s: float) -> None:
         """The prefill node has finished with the request. May be called more than once."""
