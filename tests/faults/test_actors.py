@@ -17,7 +17,7 @@ from prfaas.contracts.kvd_api import KvdReport
 from prfaas.security.shared_key import SharedKey
 from prfaas_lab.faults.actors import bodies
 from prfaas_lab.faults.actors.budget import BURST_S, CpuBudget
-from prfaas_lab.faults.actors.connections import OVERDUE, Network, Place, http_request
+from prfaas_lab.faults.actors.connections import OVERDUE, UNDER_WAY, Network, Place, http_request
 from prfaas_lab.faults.actors.fake_kvd import MANNERS, FakeKvd
 from prfaas_lab.faults.actors.lanes import Lane, run_lanes
 from prfaas_lab.faults.actors.mutations import mutate_bytes, mutate_json
@@ -181,6 +181,17 @@ async def test_an_actor_sees_whether_a_server_answers_or_closes(
     counts = census.deeds["kind"]
     assert counts.answers == {seen: 1} and counts.overdue == (seen == OVERDUE)
     assert await network.deed("kind", place, pieces, limit_s) == "refused"
+
+
+async def test_a_deed_that_the_end_interrupts_counts() -> None:
+    """A server may hold an idle connection for longer than the actors run."""
+    census = Census()
+    async with server(None) as place:
+        deed = asyncio.create_task(Network(CpuBudget(), census).deed("kind", place, [b""], 30.0))
+        await asyncio.sleep(0)
+        deed.cancel()
+        await asyncio.wait({deed})
+    assert census.deeds["kind"].answers == {UNDER_WAY: 1}
 
 
 async def test_a_defect_of_one_actor_does_not_end_the_others() -> None:

@@ -109,6 +109,24 @@ def test_an_overdue_prefill_needs_as_much_time_again() -> None:
     assert seen(subject, REMOTE[0]).free_at_s == 9.0
 
 
+def test_a_prefill_that_cannot_begin_keeps_no_other_waiting() -> None:
+    """Nothing says when it can, so it is not taken to be overdue."""
+    subject = board()
+    unready = subject.record_dispatch(way(seconds=2.0), 0.0, 0.0)
+    subject.record_unready(unready, 0.5)
+    subject.record_report(REMOTE[0], NodeReport(7.0, 0.0, 0))
+    assert seen(subject, REMOTE[0]).free_at_s == 0.5 and seen(subject, REMOTE[0]).queued == 1
+    assert not subject.leave(REMOTE[0]), "the request depends on it"
+    other = subject.record_dispatch(way(seconds=3.0), 0.0, 7.0)
+    assert seen(subject, REMOTE[0]).free_at_s == 10.0
+    subject.record_ready(unready, 8.0)
+    assert seen(subject, REMOTE[0]).free_at_s == 12.0, "it is the last one now"
+    subject.record_prefilled(other, 10.0)
+    assert seen(subject, REMOTE[0]).free_at_s == 12.0
+    subject.record_prefilled(unready, 11.0)
+    assert seen(subject, REMOTE[0]).free_at_s == 11.0 and seen(subject, REMOTE[0]).queued == 0
+
+
 def test_an_answer_that_does_not_stream_does_not_keep_its_node_busy() -> None:
     """A node that serves a request alone shows the end of the prefill with the first token, and
     that comes with the last one."""

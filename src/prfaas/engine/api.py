@@ -138,6 +138,7 @@ class KeepAnswer:
 @dataclass(frozen=True, slots=True)
 class EngineJob:
     id: str
+    # Jobs of one object resume from equal states, if they resume: an engine may compute it once.
     prompt: Sequence[int]
     sampling: Sampling = field(default_factory=Sampling)
     resume: Resume | None = None

@@ -104,11 +104,19 @@ class JobQueue(Generic[S]):
             return None
 
     def remove(self, which: Callable[[S], bool]) -> list[S]:
-        """Removes and returns the waiting jobs that `which` selects."""
+        """Removes and returns the waiting jobs that `which` selects. It is asked once for each."""
         with self.changed:
-            removed = [sequence for sequence in self.waiting if which(sequence)]
-            self.waiting = deque(sequence for sequence in self.waiting if not which(sequence))
+            removed, kept = list[S](), deque[S]()
+            for sequence in self.waiting:
+                (removed if which(sequence) else kept).append(sequence)
+            self.waiting = kept
             return removed
+
+    def put_back(self, sequences: Collection[S]) -> None:
+        """They were removed, and have not begun: they are the first ones again."""
+        with self.changed:
+            for sequence in reversed(list(sequences)):
+                self.waiting.appendleft(sequence)
 
     def wait_for_work(self, *, busy: bool) -> bool:
         """Returns at once when `busy`. False when the engine must close."""

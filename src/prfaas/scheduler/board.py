@@ -364,9 +364,10 @@ class Board:
     def record_ready(self, job: Dispatch, now_s: float) -> None:
         """The prefill can begin: it is the last one of its node's queue."""
         node = self._nodes[job.route.prefill]
-        job.ready_s = max(job.ready_s, now_s)
-        node.queue_job(job)
-        node.set_work(node.free_from_s(now_s), 0)
+        if job in node.unfinished:
+            job.ready_s = max(job.ready_s, now_s)
+            node.queue_job(job)
+            node.set_work(node.free_from_s(now_s), 0)
 
     def record_handoff(self, job: Dispatch, now_s: float, took_s: float = 0.0) -> None:
         """The hand-off is in place, and decoding can begin. `took_s`, where it is known: how long

@@ -58,13 +58,18 @@ class Drawn(random.Random):
 @pytest.mark.parametrize("seed", (0, *(pytest.param(n, marks=models.grid) for n in range(1, 5))))
 @pytest.mark.parametrize("arch", models.archs(models.ALL, "kimi-linear", "falcon-h1", "gemma3"))
 def test_tokens_do_not_depend_on_who_was_late_when(arch: str, seed: int) -> None:
-    """Rows trade places whenever a sequence is late, goes on, joins or leaves."""
+    """Rows trade places whenever a sequence is late, goes on, joins or leaves. Jobs of one prompt
+    are computed together."""
     draw = random.Random(seed)
     engine = HFEngine(models.loaded(arch), chunk_tokens=64, max_running=5)
     try:
         running = []
-        for number in range(10):
-            prompt = models.prompt(arch, draw.randint(1, 150), seed=100 * seed + number)
+        prompts = [
+            models.prompt(arch, draw.randint(1, 150), seed=100 * seed + number)
+            for number in range(6)
+        ]
+        for number in range(14):
+            prompt = prompts[max(0, number - 8) if number % 2 else number // 3]
             tokens = draw.randint(1, NEW_TOKENS)
             late = EveryToken(random.Random(f"{seed} {number}")) if number % 3 else None
             sampling = Sampling(max_tokens=tokens, ignore_eos=True, grammar=late)
@@ -91,6 +96,38 @@ def test_others_do_not_wait_for_a_late_grammar() -> None:
         assert engine.stats().running == 1  # the late one, with no token yet
         gate.set()
         assert late.result().tokens == tuple(models.reference(arch, prompt, NEW_TOKENS).tokens[:4])
+    finally:
+        engine.close()
+
+
+@dataclass(frozen=True, slots=True)
+class AlwaysLate(EveryToken):
+    """Its mask comes after the first look at every step."""
+
+    waits: list[float] = field(default_factory=list)
+
+    def matcher(self, stop_token_ids: frozenset[int] = frozenset()) -> AlwaysLate:
+        return self
+
+    def is_ready(self, within_s: float) -> bool:
+        self.waits.append(within_s)
+        return not len(self.waits) % 2
+
+
+def test_steps_wait_for_a_grammar_that_is_late_once() -> None:
+    arch, grammar = "falcon-h1", AlwaysLate()
+    engine = HFEngine(models.loaded(arch), chunk_tokens=64)
+    try:
+        prompt, other = models.prompt(arch, 60), models.prompt(arch, 80)
+        sampling = Sampling(max_tokens=NEW_TOKENS, ignore_eos=True)
+        beside = RunningJob(engine, EngineJob("beside", other, sampling))
+        slow = Sampling(max_tokens=4, ignore_eos=True, grammar=grammar)
+        late = RunningJob(engine, EngineJob("late", prompt, slow)).result()
+        assert engine.stats().running == 1, "the other one has run all the time"
+        assert late.tokens == tuple(models.reference(arch, prompt, NEW_TOKENS).tokens[:4])
+        assert beside.result().tokens == tuple(models.reference(arch, other, NEW_TOKENS).tokens)
+        assert [wait for wait in grammar.waits if wait] == [hf_engine.LATE_S]
+        assert len(grammar.waits) == 8
     finally:
         engine.close()
 

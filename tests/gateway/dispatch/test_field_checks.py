@@ -3,6 +3,7 @@ and a transfer."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -10,15 +11,17 @@ from typing import Any
 
 import pytest
 
+from prfaas.clock import MonotonicClock
 from prfaas.config.gateway import DEFAULTS, GatewaySection
 from prfaas.contracts.openai_fields import Endpoint
 from prfaas.errors import RequestError
-from prfaas.gateway.client.node_client import Card
+from prfaas.gateway.client.node_client import Card, NodeClient
 from prfaas.gateway.dispatch.field_checks import FieldChecks, check_names
 from prfaas.gateway.dispatch.handoff import AttemptFailed
 from prfaas.gateway.fleet.member import Member
 from prfaas.gateway.request import GatewayRequest, RequestTrace
 from prfaas.http_client.client import open_client
+from prfaas.types import NodeId
 from prfaas_lab.testing.clock import FakeClock
 from tests.gateway.backends import THRESHOLD, answered, gateway_request, prompt, serving
 from tests.gateway.conftest import Hosts
@@ -51,6 +54,31 @@ async def test_a_field_that_the_engine_refuses_costs_no_prefill(
         assert trace.granted_s is None and trace.prefill == "far0"
         found = await answered(backend, asking(seed))
         assert found.trace.cached_tokens == 0, "nothing was prefilled for the refused request"
+
+
+async def test_while_an_engine_checks_fields_no_other_request_waits_for_the_prefill(
+    emulated: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check may be the compilation of a grammar, which takes seconds."""
+    asks, may_answer, ask = asyncio.Event(), asyncio.Event(), NodeClient.check
+
+    async def slow(*args: Any) -> None:
+        if not asks.is_set():  # of the first request alone
+            asks.set()
+            await may_answer.wait()
+        await ask(*args)
+
+    monkeypatch.setattr(NodeClient, "check", slow)
+    async with serving(emulated.deployment()) as backend, asyncio.TaskGroup() as tasks:
+        checked = tasks.create_task(answered(backend, asking(904, min_p=0.5)))
+        await asks.wait()
+        board, far = backend.fleet.board, NodeId("far0")
+        assert board.own_prefills(far, MonotonicClock().now()) == (1, 0.0)
+        await answered(backend, asking(905))
+        assert not checked.done()
+        may_answer.set()
+        assert (await checked).trace.prefill == "far0"
+        assert board.own_prefills(far, MonotonicClock().now()) == (0, 0.0)
 
 
 @dataclass

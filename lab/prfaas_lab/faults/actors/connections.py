@@ -24,6 +24,7 @@ MOST_CONNECTIONS = 320  # of all actors together
 PIECE_BYTES = 256 << 10
 CONNECT_S = 10.0
 OVERDUE = "neither answered nor closed"
+UNDER_WAY = "under way at the end"
 _STATUS = re.compile(rb"HTTP/1\.[01] ([0-9]{3})")
 
 
@@ -87,6 +88,9 @@ class Network:
             async with self.connection(place) as (reader, writer):
                 began_s = time.monotonic()
                 answer = await self._send_and_see(reader, writer, pieces, limit_s, every_s)
+        except asyncio.CancelledError:
+            self.census.record(kind, UNDER_WAY, time.monotonic() - began_s)
+            raise
         except TimeoutError:
             answer = OVERDUE
         except OSError as error:

@@ -2,9 +2,10 @@
 
 Each turn of the loop computes one chunk of the oldest prompt and one token of every running
 sequence, so a long prefill delays a running sequence by one chunk at most. A sequence whose grammar
-is late with a mask is left out until it comes, so that the others do not wait for it.
+is late with a mask is left out until it comes, so that the others do not wait for it. The choices
+of one prompt, which resume from the same state, are computed once, as many as find slots.
 
-    waiting ──► prefilling (one) ──► running (rows of the slots) ──► finished
+    waiting ──► prefilling (one prompt) ──► running (rows of the slots) ──► finished
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from prfaas.engine.api import (
     check_job,
 )
 from prfaas.engine.hf.answers import copy_boundary, take_answer
+from prfaas.engine.hf.exporter import ExportingCache
 from prfaas.engine.hf.load import LoadedModel
 from prfaas.engine.hf.sequence import HFSequence, Late
 from prfaas.engine.hf.slots import SlotCache
@@ -130,7 +132,7 @@ class HFEngine:
             held = running + ([prefilling] if prefilling is not None else [])
             return EngineStats(
                 waiting=len(self._queue.waiting),
-                prefilling=int(prefilling is not None),
+                prefilling=1 + len(prefilling.alike) if prefilling is not None else 0,
                 running=len(running),
                 kv_tokens=sum(sequence.tokens for sequence in held),
             )
@@ -189,8 +191,13 @@ class HFEngine:
     def _end(self, which: Callable[[HFSequence], bool]) -> None:
         for sequence in self._queue.remove(which):
             sequence.emit(Finished("cancelled"))
-        if self._prefilling is not None and which(self._prefilling):
-            self._drop_prefilling(Finished("cancelled"))
+        if self._prefilling is not None:
+            alike = self._prefilling.alike
+            self._prefilling.alike = [sequence for sequence in alike if not which(sequence)]
+            for sequence in filter(which, alike):
+                sequence.emit(Finished("cancelled"))
+            if which(self._prefilling):
+                self._drop_prefilling(Finished("cancelled"))
         rows = [row for row, sequence in enumerate(self._running) if which(sequence)]
         for row in reversed(rows):
             answer = take_answer(self.spec, self._slots, row, self._running[row])
@@ -203,9 +210,30 @@ class HFEngine:
             if not self._queue.waiting or len(self._running) >= self._limits.max_running:
                 return
             has_slot = slot_rule(self._running, self._limits.max_running)
-            self._prefilling = self._queue.take(
+            first = self._queue.take(
                 lambda sequence: not _takes_slot(sequence.job.sampling) or has_slot(sequence)
             )
+            if first is not None:
+                first.alike = self._take_alike(first)
+            self._prefilling = first
+
+    def _take_alike(self, first: HFSequence) -> list[HFSequence]:
+        """Of the waiting jobs, those that the same computation serves, as far as they find slots.
+        Their turn has come with the first one: they have nothing to compute."""
+        held = [*self._running]
+        if _takes_slot(first.job.sampling):
+            held.append(first)
+
+        def joins(sequence: HFSequence) -> bool:
+            if not first.is_like(sequence):
+                return False
+            if _takes_slot(sequence.job.sampling):
+                if not slot_rule(held, self._limits.max_running)(sequence):
+                    return False
+                held.append(sequence)
+            return True
+
+        return self._queue.remove(joins)
 
     def _guarded_chunk(self, sequence: HFSequence) -> None:
         """An error of its sink or source, or too little memory, fails this job only, as long as it
@@ -221,8 +249,9 @@ class HFEngine:
         job = sequence.job
         cache = sequence.cache
         if cache is None:
-            if job.on_begin is not None:
-                job.on_begin()
+            for begun in (job, *(sequence.job for sequence in sequence.alike)):
+                if begun.on_begin is not None:
+                    begun.on_begin()
             chunk_tokens = min(self._chunk_tokens, job.chunk_tokens or self._chunk_tokens)
             cache = sequence.start(self._loaded, self._ring, chunk_tokens)
         start, stop = sequence.tokens, next(sequence.ends)
@@ -243,7 +272,7 @@ class HFEngine:
             self._prefilled(sequence, logits[0, -1])
 
     def _prefilled(self, sequence: HFSequence, logits: torch.Tensor) -> None:
-        cache, job, size = sequence.cache, sequence.job, self._compat.block_tokens
+        cache, job = sequence.cache, sequence.job
         assert cache is not None
         cache.finish()
         if self._loaded.device.type == "cuda":
@@ -255,7 +284,21 @@ class HFEngine:
         collector, sequence.prompt_logprobs = sequence.prompt_logprobs, None
         logprobs = collector.result() if collector is not None else None
         sequence.emit(Prefilled(resumed, computed, cache.exported_bytes, sequence.cuts, logprobs))
-        ended = None
+        rows = len(self._running)
+        self._place(sequence, cache, logits)
+        while (other := self._prefilling) is not None:
+            try:
+                other.follow(sequence, self._loaded)
+                other.emit(Prefilled(resumed, computed, 0, sequence.cuts))
+                self._place(other, cache, logits)
+            except Exception as error:  # translated here, once
+                self._drop_prefilling(JobFailed(_as_ours(error)))
+        self._sort_late(rows)
+
+    def _place(self, sequence: HFSequence, cache: ExportingCache, logits: torch.Tensor) -> None:
+        """Chooses the first token, and gives a sequence that has another one a row. The next one
+        that is alike takes its place as the one that is prefilled."""
+        job, row, ended = sequence.job, len(self._running), None
         if not job.sampling.max_tokens:
             ended = Finished("length")
         elif not sequence.is_ready(LATE_S):
@@ -264,23 +307,31 @@ class HFEngine:
             ended = sequence.next_token(logits, self._loaded.eos_token_ids)
         if ended is None:
             capacity = len(job.prompt) + job.sampling.max_tokens
-            self._slots.join(len(self._running), cache, sequence.tokens, capacity)
-            copy_boundary(self.spec, self._slots, len(self._running), sequence, size)
+            self._slots.join(row, cache, sequence.tokens, capacity)
+            copy_boundary(self.spec, self._slots, row, sequence, self._compat.block_tokens)
         sequence.cache = None
         with self._queue.changed:
-            self._prefilling = None
+            self._prefilling = sequence.next_alike()
             if ended is None:
                 self._running.append(sequence)
         if ended is not None:
             sequence.emit(ended)
-        elif sequence.late is not None:
-            self._late += 1
-        elif self._late:
-            self._swap(len(self._running) - 1, len(self._running) - 1 - self._late)
+
+    def _sort_late(self, rows: int) -> None:
+        """The late rows are the last ones again, after rows were added behind the first `rows`."""
+        first = rows - self._late
+        for row in range(rows, len(self._running)):
+            if self._running[row].late is None:
+                self._swap(first, row)
+                first += 1
+        self._late = len(self._running) - first
 
     def _drop_prefilling(self, end: Finished | JobFailed) -> None:
+        """Those that are alike begin again: what has failed may be the state of this job only."""
         sequence = self._prefilling
         assert sequence is not None
+        others, sequence.alike = sequence.alike, []
+        self._queue.put_back(others)
         try:
             if sequence.cache is not None:
                 sequence.cache.abort()

@@ -33,6 +33,7 @@ class HFSequence:
         self.cuts: tuple[int, ...] = ()  # ends of chunks
         self.ends: Iterator[int] = iter(())  # those that are not computed yet
         self.tokens = 0  # in the cache
+        self.alike: list[HFSequence] = []  # begin to decode where it does, with the same state
         self._loads: StagingRing | None = None  # that reads the state to resume from
         self._launched: torch.cuda.Event | None = None  # the latest chunk
         self.generated = 0
@@ -66,6 +67,33 @@ class HFSequence:
         )
         self.ends = iter(self.cuts)
         return self.cache
+
+    def is_like(self, other: HFSequence) -> bool:
+        """Whether one computation is enough for both."""
+        one, two = self.job, other.job
+        return (
+            one.prompt is two.prompt
+            and one.tenant == two.tenant
+            and (one.resume.tokens if one.resume else 0) == (two.resume.tokens if two.resume else 0)
+            and (one.cut_tokens, one.chunk_tokens) == (two.cut_tokens, two.chunk_tokens)
+            and two.export is None
+            and two.prompt_logprobs is None
+        )
+
+    def next_alike(self) -> HFSequence | None:
+        """The first one that is like this one, with the others."""
+        alike, self.alike = self.alike, []
+        if not alike:
+            return None
+        alike[0].alike = alike[1:]
+        return alike[0]
+
+    def follow(self, computed: HFSequence, loaded: LoadedModel) -> None:
+        """Takes over what was computed for one that it is like."""
+        self.tokens, self.cuts = computed.tokens, computed.cuts
+        self.sampler = Sampler(
+            self.job.sampling, loaded.device, self.job.prompt, loaded.eos_token_ids
+        )
 
     def finish_loads(self) -> None:
         """Returns when the device reads the job's source no more."""

@@ -48,7 +48,7 @@ from prfaas.gateway.router import Router
 from prfaas.scheduler.options import most_computed_tokens
 from prfaas.scheduler.request import Request
 from prfaas.tracing.spans import LOST, NO_MEMORY, NO_STATE, SILENT
-from prfaas.types import ClusterId, NodeId
+from prfaas.types import ClusterId
 
 _LOG = logging.getLogger(__name__)
 _LOST = 424  # of a decode node: the state is not there any more; the node is healthy

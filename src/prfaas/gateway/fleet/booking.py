@@ -3,6 +3,8 @@ events. Bookkeeping only.
 
     made ─► prefilled ─► landed ─► closed       hand-off committed, decoding, finished
       └─────────┴────────────────► closed       given up
+
+Until its prefill is asked for, an attempt may wait for something else than its nodes (`unready`).
 """
 
 from __future__ import annotations
@@ -27,17 +29,18 @@ class Booking:
         route: Route,
         kv_bytes: float,
         now_s: float,
-        on_prefill_end: Callable[[], None],
+        on_room: Callable[[], None],
         *,
         streams: bool,
         sequences: int = 1,
         tenant: str = "",
     ) -> None:
-        """`on_prefill_end` is called when the prefill node has finished with the request.
-        `streams`: whether the answer does. `sequences`: so many choices it has."""
+        """`on_room` is called when the prefill node has room for another request: it has finished
+        with this one, or begins it later. `streams`: whether the answer does. `sequences`: so many
+        choices it has."""
         self.route = route
         self._board = board
-        self._on_prefill_end = on_prefill_end
+        self._on_room = on_room
         self._stage: Stage = "made"
         self._made_s = now_s
         self._dispatch = board.record_dispatch(
@@ -54,14 +57,14 @@ class Booking:
         """Meanwhile the prefill waits for something else than its node, however long, and no other
         request waits for it. An exception ends the attempt."""
         self._board.record_unready(self._dispatch, clock.now())
-        self._on_prefill_end()
+        self._on_room()
         yield
         self._board.record_ready(self._dispatch, clock.now())
 
     def prefilled(self, now_s: float) -> None:
         """The prefill node has finished with the request. May be called more than once."""
         if self._board.record_prefilled(self._dispatch, now_s):
-            self._on_prefill_end()
+            self._on_room()
 
     def landed(self, now_s: float, *, is_first_token: bool = False) -> None:
         """`is_first_token`: a node that prefills and decodes has just sent its first token."""
