@@ -207,6 +207,12 @@ class Router:
         if self.tenants.several:
             self._retry_if_waiting()
 
+    def begins_soon(self, booking: Booking) -> bool:
+        """Whether the prefill node has no more work before the request than a queue may have."""
+        route = booking.route
+        before_s = self._fleet.board.node(route.prefill).free_at_s - route.prefill_s
+        return before_s - self._clock.now() <= self.rules.adaptive.queue_s
+
     def choose_home(self, prompt: PromptHashes, turns: HomeTurns, *, take: bool) -> ClusterId:
         """The home of a request that names none. `take`: the request goes there."""
         cached: dict[ClusterId, int] = {}

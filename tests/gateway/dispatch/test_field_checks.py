@@ -20,12 +20,13 @@ from prfaas.gateway.dispatch.field_checks import FieldChecks, check_names
 from prfaas.gateway.dispatch.handoff import AttemptFailed
 from prfaas.gateway.fleet.member import Member
 from prfaas.gateway.request import GatewayRequest, RequestTrace
+from prfaas.gateway.router import Router
 from prfaas.http_client.client import open_client
 from prfaas.types import NodeId
 from prfaas_lab.testing.clock import FakeClock
 from tests.gateway.backends import THRESHOLD, answered, gateway_request, prompt, serving
 from tests.gateway.conftest import Hosts
-from tests.gateway.fleets import B, fleet_and_router, member_of, with_timeouts
+from tests.gateway.fleets import B, fleet_and_router, member_of, placement, with_timeouts
 from tests.gateway.peers import Peer, peer
 
 LONG = 2 * THRESHOLD
@@ -79,6 +80,33 @@ async def test_while_an_engine_checks_fields_no_other_request_waits_for_the_pref
         may_answer.set()
         assert (await checked).trace.prefill == "far0"
         assert board.own_prefills(far, MonotonicClock().now()) == (0, 0.0)
+
+
+async def test_what_came_before_it_during_the_check_begins_before_it(
+    emulated: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request waits for its turn again. What is known of its fields is not asked again."""
+    monkeypatch.setattr(Router, "begins_soon", lambda *_: False)
+    async with serving(emulated.deployment()) as backend:
+        found = await answered(backend, asking(906, min_p=0.25))
+        assert found.trace.attempts == 1
+        assert any("others came before it" in why for why in found.trace.failures)
+        again = await answered(backend, asking(906, min_p=0.25))
+        assert not again.trace.failures and again.tokens == found.tokens
+
+
+async def test_a_request_begins_soon_unless_the_queue_became_long_meanwhile() -> None:
+    clock = FakeClock()
+    _, router = fleet_and_router(clock, policy="paper")
+    checked = await router.place(placement(LONG, clock), 1.0)
+    with checked.unready(clock):
+        others = [
+            await router.place(placement(LONG, clock, seed=seed), 1.0) for seed in range(1, 7)
+        ]
+    assert not router.begins_soon(checked)
+    for other in others:
+        router.close(other)
+    assert router.begins_soon(checked)
 
 
 @dataclass

@@ -161,7 +161,7 @@ class Attempts:
         # requests. It is bounded nevertheless, once for each node.
         is_free = (left or failure.unsent) and not self._failed_at.issuperset(failure.avoid)
         # A decode node that has refused to serve it alone has computed nothing, and does so once.
-        is_free = is_free or failure.no_alone
+        is_free = is_free or failure.no_alone or failure.again
         self._late += failure.late
         if is_free:
             self._trace.attempts -= 1

@@ -279,6 +279,9 @@ class Dispatcher:
                 await self._field_checks.check(decode, request, meanwhile)
         except FellSilent as error:
             raise AttemptFailed(str(error), node, engine=node, kind=SILENT) from None
+        if booking.was_unready and not self._router.begins_soon(booking):
+            why = "while the engine checked the request's fields, others came before it"
+            raise AttemptFailed(why, again=True)
 
     async def _is_of_another_prompt(
         self,

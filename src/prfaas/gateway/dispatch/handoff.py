@@ -83,6 +83,7 @@ class AttemptFailed(Exception):
         lost: NodeLoss | None = None,
         engine: NodeId | None = None,
         late: bool = False,
+        again: bool = False,
         kind: str | None = None,
     ) -> None:
         """`kind`: one of `spans.FAILURES`; None: `LOST` or `OTHER`, as `lost` says."""
@@ -93,6 +94,7 @@ class AttemptFailed(Exception):
         self.silent = kind == SILENT  # a node has fallen silent
         self.lost = lost  # the connection to a node has broken
         self.engine = engine  # was lost while it had the request
+        self.again = again  # nothing has failed: the request waits for its turn again
         self.late = late  # the engine has not checked the request's fields in time
         self.prefill = prefill  # the prefill or its hand-off failed
         self.decode_only = decode_only  # the decode engine has to prefill the request as well
