@@ -242,7 +242,7 @@ class CorrectionSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 class PaperSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Policy `paper`: when the threshold is raised, and how far (section 3.4.3, short-term). The
-    values were searched on traces, calm and stressed (`bench/policies.py --tune`)."""
+    values were searched on traces, calm and stressed."""
 
     surge_wait_s: Amount = 8.0
     """The threshold is raised when PrfaaS adds this much more wait than the PD cluster."""
