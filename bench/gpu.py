@@ -54,7 +54,6 @@ from prfaas.cache.storage.places import PageTable
 from prfaas.cache.storage.tiers import PoolStorage
 from prfaas.device import PagePins, StagingRing
 from prfaas.display.console import print_json, run_benchmark
-from prfaas.engine.hardware import hardware
 from prfaas.engine.hf.exporter import StagedWriter
 from prfaas.errors import EngineError, PrfaasError
 from prfaas.integrations.canonical import AttentionConverter, AttentionForm
@@ -518,8 +517,8 @@ def measure(device: str, dtype: str, *, small: bool) -> dict[str, Any]:
     finally:
         file.close()
     return {
-        "device": hardware(torch.device(device)).title,
-        "software": hardware(torch.device(device)).software,
+        "device": torch.cuda.get_device_name(device) if _is_cuda(device) else device,
+        "torch": torch.__version__,
         "cores": os.cpu_count(),
         "dtype": dtype,
         "arena_GB": round(sizes.arena_bytes / 1e9, 3),
