@@ -178,9 +178,12 @@ def arrivals_until(workload: Workload, rps: float, phase_s: float, seed: int) ->
     """The requests of a phase. With the same rate and seed they are the same."""
     drawn = poisson(workload, rps, int(rps * phase_s * 1.5) + 20, seed)  # more than arrive
     count = int(np.searchsorted(drawn.at_s, phase_s, side="right"))
-    columns = (drawn.at_s, drawn.prompt_tokens, drawn.cached_tokens, drawn.output_tokens)
-    at_s, prompt_tokens, cached_tokens, output_tokens = (one[:count] for one in columns)
-    return Arrivals(at_s, prompt_tokens, cached_tokens, output_tokens)
+    return Arrivals(
+        drawn.at_s[:count],
+        drawn.prompt_tokens[:count],
+        drawn.cached_tokens[:count],
+        drawn.output_tokens[:count],
+    )
 
 
 async def measure(case: RegionsCase, folder: Path, home: str, phase_s: float, seed: int) -> Flood:
