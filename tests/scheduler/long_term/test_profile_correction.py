@@ -219,7 +219,8 @@ def test_time_in_the_queue_is_not_prefill_time(works: list[float], slow: float) 
     for work in works:
         now += slow * work
         assert paces.record_prefill(HOME, A, work, 0.0, now) == pytest.approx(slow * work, abs=1e-6)
-    assert paces.factors.get(HOME, 1.0) == pytest.approx(slow, rel=STEP + 1e-3)
+    # A factor moves where the truth is off by more than the step, as a share of the factor.
+    assert slow == pytest.approx(paces.factors.get(HOME, 1.0), rel=STEP + 1e-3)
 
 
 def test_nodes_of_a_cluster_share_a_factor() -> None:
