@@ -26,9 +26,7 @@
 # make docs        generate docs/configuration.md and docs/api.md from the schema
 # make dashboard   generate deploy/grafana/prfaas.json
 # make goldens     record what users see (tests/goldens), after a change that is meant (AREAS=)
-# make bench       all benchmarks, as JSON
 # make bench-quick speeds as ratios to yardsticks beside them; fails where one fell by a third
-# make bench-vllm  the connector compared with vLLM's NixlConnector, as JSON
 # make agree       two deployments, served and simulated on the same requests (needs an idle machine)
 # make setup       make the environment in .venv, or repair it
 # make clean       remove the environments and out/
@@ -50,9 +48,9 @@ SIDE_BY_SIDE := --dist loadfile --numprocesses
 VLLM_VENV := .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
 
-.PHONY: setup demo up soak agree test test-slow test-gpu test-grid test-long test-vllm bench-vllm \
+.PHONY: setup demo up soak agree test test-slow test-gpu test-grid test-long test-vllm \
   bench-quick check lint \
-  types format docs dashboard goldens bench fuzz clean test-harnesses test-clients test-browser \
+  types format docs dashboard goldens fuzz clean test-harnesses test-clients test-browser \
   test-envoy \
   test-cluster test-kubernetes promises FORCE
 
@@ -237,11 +235,6 @@ CONTAINERS ?= /var/tmp/prfaas-containers
 test-kubernetes: setup
 	$(BIN)/python -m pytest tests/kubernetes --containers $(CONTAINERS)
 
-# nixl is installed without its dependencies, because they include another torch.
-bench-vllm: setup $(VLLM_READY)
-	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps nixl==1.5.1 nixl-cu12==1.5.1
-	$(BIN)/python -m prfaas_lab bench connectors --python $(VLLM_VENV)/bin/python
-
 check: lint types test
 
 lint: setup
@@ -265,22 +258,6 @@ dashboard: setup
 AREAS ?=
 goldens: setup
 	$(BIN)/python -m tests.goldens --write $(AREAS)
-
-# TRACE=conversation.jsonl.xz adds the cache's hit rates and the simulator's speed on that trace.
-# Not included: the benchmarks `policies` (half an hour) and `episode` (five minutes), and `gpu` and
-# `full_size`, which need a GPU.
-bench: setup
-	$(BIN)/python -m prfaas_lab bench planner
-	$(BIN)/python -m prfaas_lab bench transport --rounds 3
-	$(BIN)/python -m prfaas_lab bench wan
-	$(BIN)/python -m prfaas_lab bench index
-	$(BIN)/python -m prfaas_lab bench engine
-	$(BIN)/python -m prfaas_lab bench overlap $(if $(wildcard $(VLLM_READY)),--vllm-python $(VLLM_VENV)/bin/python)
-	$(BIN)/python -m prfaas_lab bench moves --rounds 1
-	$(BIN)/python -m prfaas_lab bench shift
-	$(BIN)/python -m prfaas_lab bench console
-	$(BIN)/python -m prfaas_lab bench simulate $(if $(TRACE),--trace $(TRACE))
-	$(if $(TRACE),$(BIN)/python -m prfaas_lab bench cache --trace $(TRACE) --model case-study-1t)
 
 bench-quick: setup
 	$(BIN)/python -m prfaas_lab bench quick

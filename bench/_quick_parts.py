@@ -21,7 +21,6 @@ import uvloop
 
 import gateway
 import index
-import simulate
 import transport
 from _processes import free_ports, process
 from _quick_judge import Figure, Sample
@@ -34,7 +33,7 @@ from prfaas.scheduler.plan import find_optimum
 from prfaas.security.certificates import make_certificates
 from prfaas.sim.arrivals import poisson
 from prfaas.sim.config import SimConfig
-from prfaas.sim.run import simulate as run_simulation
+from prfaas.sim.run import simulate
 from prfaas.studies.problem_files import Study
 from prfaas.studies.simulation_cases import routed_by
 from prfaas.transport.link import LinkOptions
@@ -185,13 +184,14 @@ def measure_index() -> Iterator[Sample]:
 
 # The simulator ------------------------------------------------------------------------------------
 
+CASE_STUDY = Path(__file__).parents[1] / "configs" / "case_study.toml"
 SIMULATED = 500
 SIMULATED_LOAD = 0.4  # of the planned capacity, so that no policy has a queue that grows
 
 
 def measure_simulator() -> Iterator[Sample]:
-    deployment = load_deployment(simulate.CASE_STUDY)
-    problem = Study(simulate.CASE_STUDY, "exact").problem(deployment)
+    deployment = load_deployment(CASE_STUDY)
+    problem = Study(CASE_STUDY, "exact").problem(deployment)
     load_rps = SIMULATED_LOAD * find_optimum(problem).capacity_rps
     for seed in range(10):
         arrivals = poisson(problem.workload, load_rps, SIMULATED, seed=seed)
@@ -199,7 +199,7 @@ def measure_simulator() -> Iterator[Sample]:
             config = routed_by(policy, deployment.scheduler, SimConfig(replans=True))
             yardstick = loop_events_per_s()
             began_s = time.process_time()
-            run_simulation(problem, arrivals, config)
+            simulate(problem, arrivals, config)
             cpu_s = time.process_time() - began_s
             yield Sample(f"simulator.{policy}", SIMULATED / cpu_s, yardstick)
 

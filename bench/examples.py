@@ -11,6 +11,7 @@ With --cluster, every machine of the cluster needs this checkout at the same pat
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -21,7 +22,6 @@ from typing import Any, NamedTuple
 
 import click
 
-from _page_blocks import fill
 from prfaas.catalog import Catalog
 from prfaas.cli.workers_options import workers_options
 from prfaas.config import parse_deployment
@@ -75,6 +75,19 @@ def run(arguments: Sequence[str]) -> str:
         timeout=TIMEOUT_S,
     )
     return done.stdout
+
+
+def fill(text: str, sections: dict[str, Sequence[str]]) -> str:
+    """Replaces what is between `<!-- begin NAME -->` and `<!-- end NAME -->`."""
+    for name, lines in sections.items():
+        pattern = re.compile(
+            rf"(<!-- begin {re.escape(name)} -->\n).*?(<!-- end {re.escape(name)} -->)", re.DOTALL
+        )
+        if not pattern.search(text):
+            raise click.ClickException(f"no place for {name!r} in the page")
+        body = "\n".join(lines) + "\n"
+        text = pattern.sub(lambda found, body=body: found[1] + body + found[2], text)  # type: ignore[misc]
+    return text
 
 
 def shown(output: str) -> list[str]:

@@ -6,7 +6,7 @@ product; the product never imports it (`tests/test_architecture.py`).
     faults      faults on real processes, hostile actors, the soak
     testing     test doubles, networks with loss, vLLM servers
     fitting     the constants of the estimator, fitted to published times
-    studies     studies and runs that only benchmarks make
+    studies     runs of deployments that only benchmarks make
     documents   the pages of docs/ that are made from the schema
     machine     how busy this machine was
     cli         python -m prfaas_lab

@@ -1,37 +1,84 @@
+"""Traces through a pool: what the policies of checkpoints and of eviction find again.
+
+Each request is committed before the next arrives, as with a cache in front of a fast cluster. No
+bytes, no engine, no clock.
+"""
+
 from __future__ import annotations
 
-import json
-import lzma
+import math
 import random
-import runpy
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 
+from prfaas.cache.blocks import Eviction
 from prfaas.cache.checkpoints import checkpoint_policy
-from prfaas.cache.eviction import LRU
-from prfaas.cache.groups import unit_bytes
+from prfaas.cache.eviction import LRU, CostAware
+from prfaas.cache.groups import rules_for, unit_bytes
 from prfaas.cache.pool import HybridPrefixPool
-from prfaas.cache.replay import ReplayResult, replay, with_answers
 from prfaas.cache.storage.arena import choose_layout
 from prfaas.cache.storage.tiers import PoolStorage
-from prfaas.config.trace import TRACE_BLOCK_TOKENS, TraceRow
-from prfaas.errors import InputError
-from prfaas.studies.parallel.workers import Workers
+from prfaas.catalog import Catalog
+from prfaas.config.trace import TRACE_BLOCK_TOKENS, TraceRow, known_blocks
+from prfaas.planner.instance_times import prefill_profile
+from prfaas.sim.arrivals import block_hashes, conversation_hashes
+from prfaas.types import NotNow
 from tests.cache.builders import SPECS
-from tests.waiting import PATIENCE_S
 
-BENCH = Path(__file__).parents[2] / "bench" / "cache.py"
-KEYS = {
-    "token_hit_rate",
-    "ideal_hit_rate",
-    "reuse_lost_tokens",
-    "bytes_by_group",
-    "evictions",
-    "ops_per_s",
-}
+
+@dataclass(slots=True)
+class Replayed:
+    input_tokens: int = 0
+    hit_tokens: int = 0
+    ideal_tokens: int = 0  # an infinite cache that reuses any prefix, partial last blocks included
+    lost_tokens: int = 0
+    refused: int = 0
+    peak_bytes: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hit_tokens / self.input_tokens
+
+
+def replay(rows: Sequence[TraceRow], pool: HybridPrefixPool) -> Replayed:
+    """A prompt that does not fit is served from what is cached and adds nothing to the pool. An
+    answer is kept right after its prompt, where the row names its blocks and the pool has pages for
+    answers."""
+    found = Replayed()
+    seen: set[int] = set()
+    for row in rows:
+        now = row.timestamp / 1e3
+        found.input_tokens += row.input_length
+        known_tokens = known_blocks(row, seen) * TRACE_BLOCK_TOKENS
+        found.ideal_tokens += min(known_tokens, row.input_length)
+        hashes = block_hashes(row)
+        lease = pool.reserve(hashes, len(hashes) * TRACE_BLOCK_TOKENS, now=now)
+        if isinstance(lease, NotNow):
+            found.refused += 1
+            match = pool.match(hashes)
+        else:
+            match = lease.match
+            pool.commit(lease.id, now)
+            found.peak_bytes = max(found.peak_bytes, sum(pool.bytes_by_group().values()))
+            pool.release(lease.id, now)
+            keep_answer(row, pool, now)
+        found.hit_tokens += match.tokens
+        found.lost_tokens += match.lost_tokens
+    return found
+
+
+def keep_answer(row: TraceRow, pool: HybridPrefixPool, now: float) -> None:
+    hashes = conversation_hashes(row)
+    if not hashes:
+        return
+    first = row.input_length // TRACE_BLOCK_TOKENS * TRACE_BLOCK_TOKENS
+    tokens = len(hashes) * TRACE_BLOCK_TOKENS
+    lease = pool.reserve_answer(hashes, tokens, first_token=first, now=now)
+    if not isinstance(lease, NotNow):
+        pool.commit(lease.id, now)
+        pool.release(lease.id, now)
 
 
 def row(ids: list[int], tail: int = 0, at_ms: int = 0) -> TraceRow:
@@ -87,23 +134,23 @@ def test_last_boundary_loses_what_diverges_inside() -> None:
 def test_no_policy_beats_the_ideal_and_every_block_reaches_it() -> None:
     rows = conversations(200)
     results = {name: replay(rows, pool(name)) for name in ("last", "branch", "default", "every:1")}
-    rates = [results[name].token_hit_rate for name in ("last", "branch", "default", "every:1")]
+    rates = [results[name].hit_rate for name in ("last", "branch", "default", "every:1")]
     assert rates == sorted(rates)
     ideal = results["every:1"]
-    assert ideal.token_hit_rate == pytest.approx(ideal.ideal_hit_rate)
+    assert ideal.hit_tokens == ideal.ideal_tokens
     assert ideal.lost_tokens == 0
     assert results["last"].lost_tokens > 0
 
 
-def test_peak_bytes_are_real_sizes() -> None:
-    result = replay([row([1, 2]), row([3])], pool("last"))
-    layout = pool().layout
-    page = layout.page_bytes
-    assert result.peak_bytes_by_group == {
-        "full0": 3 * layout.pages(0) * page,
-        "linear0": 2 * layout.pages(1) * page,
+def test_bytes_of_groups_are_real_sizes() -> None:
+    here = pool("last")
+    replay([row([1, 2]), row([3])], here)
+    layout = here.layout
+    assert here.bytes_by_group() == {
+        "full0": 3 * layout.pages(0) * layout.page_bytes,
+        "linear0": 2 * layout.pages(1) * layout.page_bytes,
     }
-    assert result.evicted_blocks == 0
+    assert here.stats.evicted_blocks == 0
 
 
 def test_a_prompt_larger_than_the_pool_is_refused_but_served() -> None:
@@ -114,118 +161,45 @@ def test_a_prompt_larger_than_the_pool_is_refused_but_served() -> None:
     assert result.hit_tokens == 2 * 1024
 
 
-def turn(ids: list[int], tail: int, output: int) -> TraceRow:
-    return TraceRow(0, (len(ids) - 1) * TRACE_BLOCK_TOKENS + tail, output, ids)
-
-
-def test_an_answer_is_found_in_the_next_prompt() -> None:
-    rows = [
-        turn([1, 2, 3], 10, 1100),  # 1,034 tokens and an answer up to 2,134: blocks 2 and 3
-        turn([1, 2, 3], 20, 10),  # the same prompt again, which is too short to contain the answer
-        turn([1, 2, 4, 5, 6], 200, 10),
-        turn([1, 2, 7, 8, 9], 300, 400),
-    ]
-    first, again, second, other = with_answers(rows)
-    assert first.answer_hash_ids == [4, 5], "the first prompt that is long enough"
-    assert again.answer_hash_ids == second.answer_hash_ids == [], "no block is completed"
-    assert len(other.answer_hash_ids) == 1 and other.answer_hash_ids[0] > 9, "never continued"
-    alone = with_answers(rows, continued=False)[0].answer_hash_ids
-    assert len(alone) == 2 and min(alone) > 9
-
-
 def test_a_prompt_resumes_after_the_answer_that_it_contains() -> None:
-    rows = with_answers([turn([1, 2, 3], 10, 1100), turn([1, 2, 4, 5, 6], 200, 10)])
+    answered = TraceRow(0, 2 * TRACE_BLOCK_TOKENS + 10, 1100, [1, 2, 3], [4, 5])
+    rows = [answered, TraceRow(0, 4 * TRACE_BLOCK_TOKENS + 200, 10, [1, 2, 4, 5, 6])]
     here = pool("last")
     here.set_aside(1_000)
-    result = replay(rows, here)
-    assert (result.hit_tokens, result.kept_answers) == (4 * TRACE_BLOCK_TOKENS, 1)
+    assert replay(rows, here).hit_tokens == 4 * TRACE_BLOCK_TOKENS
+    assert here.stats.kept_answers == 1
     assert replay(rows, pool("last")).hit_tokens == 2 * TRACE_BLOCK_TOKENS
 
 
-def write(path: Path, rows: list[TraceRow]) -> Path:
-    lines = "".join(
-        json.dumps(
-            {
-                "timestamp": r.timestamp,
-                "input_length": r.input_length,
-                "output_length": 5,
-                "hash_ids": r.hash_ids,
-            }
-        )
-        + "\n"
-        for r in rows
+def replayed(
+    rows: Sequence[TraceRow], capacity_bytes: float, checkpoints: str, *, by_cost: bool
+) -> tuple[Replayed, int]:
+    """The result, and the number of evicted blocks."""
+    catalog = Catalog.builtin()
+    spec = catalog.model("kimi-linear-48b-a3b").spec()
+    layout = choose_layout(unit_bytes(spec, TRACE_BLOCK_TOKENS))
+    eviction: Eviction = LRU()
+    if by_cost:
+        record = catalog.profile("kimi-linear-48b-a3b", "h200", 8)
+        assert record is not None
+        cost = prefill_profile(catalog, record).marginal_s
+        eviction = CostAware(rules_for(spec), layout, TRACE_BLOCK_TOKENS, cost)
+    pages = None if math.isinf(capacity_bytes) else int(capacity_bytes // layout.page_bytes)
+    here = HybridPrefixPool(
+        spec,
+        TRACE_BLOCK_TOKENS,
+        PoolStorage(layout, pages),
+        eviction=eviction,
+        checkpoints=checkpoint_policy(checkpoints, TRACE_BLOCK_TOKENS),
     )
-    data = lines.encode()
-    path.write_bytes(lzma.compress(data) if path.suffix == ".xz" else data)
-    return path
-
-
-def test_a_trace_without_rows() -> None:
-    with pytest.raises(InputError, match="no rows"):
-        replay([], pool())
-
-
-def run_bench(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(BENCH), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=PATIENCE_S,
-    )
-
-
-def test_the_benchmark_prints_the_promised_keys(tmp_path: Path) -> None:
-    trace = write(tmp_path / "t.jsonl.xz", conversations(60))
-    done = run_bench(
-        "--trace", trace, "--model", "kimi-linear-48b-a3b", "--capacity-gb", "inf", "--json"
-    )
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    assert set(result) == KEYS
-    assert 0 < result["token_hit_rate"] <= result["ideal_hit_rate"] < 1
-    assert set(result["bytes_by_group"]) == {"full0", "linear0"}
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        ("--model", "nonsense"),
-        ("--capacity-gb", "-1"),
-        ("--capacity-gb", "nan"),
-        ("--checkpoints", "every:0"),
-        ("--evict", "fifo"),
-    ],
-)
-def test_the_benchmark_refuses_nonsense(tmp_path: Path, wrong: tuple[str, str]) -> None:
-    trace = write(tmp_path / "t.jsonl", conversations(3))
-    options = {"--trace": str(trace), "--model": "case-study-1t", wrong[0]: wrong[1]}
-    done = run_bench(*(text for pair in options.items() for text in pair))
-    assert done.returncode != 0
-    assert "Traceback" not in done.stderr
-
-
-def test_the_benchmark_compares_kept_answers(tmp_path: Path) -> None:
-    trace = write(tmp_path / "t.jsonl", conversations(40))
-    compare = runpy.run_path(str(BENCH))["compare_answers"]
-    result = compare(trace, "kimi-linear-48b-a3b", "default", "cost", Workers(1))
-    assert set(result["rates"]) == {"not_kept", "kept", "kept_in_vain"}
-    for rates in result["rates"].values():
-        assert set(rates) == {"9.8%", "9.9%", "10.0%", "10.1%", "10.2%", "mean"}
+    return replay(rows, here), here.stats.evicted_blocks
 
 
 @pytest.mark.parametrize("fraction", [0.5, 0.25, 0.1])
 def test_the_default_policies_beat_the_baseline_when_memory_is_scarce(fraction: float) -> None:
-    bench = runpy.run_path(str(BENCH))
     rows = conversations(600, seed=3)
-    model = "kimi-linear-48b-a3b"
-
-    def run(capacity: float, checkpoints: str, evict: str) -> ReplayResult:
-        result: ReplayResult = bench["run_replay"](rows, model, capacity, checkpoints, evict)[0]
-        return result
-
-    working_set = sum(run(float("inf"), "default", "cost").peak_bytes_by_group.values())
-    ours = run(fraction * working_set, "default", "cost")
-    baseline = run(fraction * working_set, "last", "lru")
-    assert ours.token_hit_rate > baseline.token_hit_rate
-    assert ours.evicted_blocks > 0 or fraction == 0.5
+    working_set = replayed(rows, math.inf, "default", by_cost=True)[0].peak_bytes
+    ours, evicted = replayed(rows, fraction * working_set, "default", by_cost=True)
+    baseline, _ = replayed(rows, fraction * working_set, "last", by_cost=False)
+    assert ours.hit_rate > baseline.hit_rate
+    assert evicted > 0 or fraction == 0.5

@@ -1,8 +1,7 @@
-"""The benchmark of copies runs on a CPU, checks its bytes, and uses an arena that is fragmented."""
+"""`bench gpu` runs on a CPU, checks its bytes, and uses an arena that is fragmented."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +12,12 @@ from prfaas.device.staging import StagingRing
 from tests.benches import bench
 
 
-def options(tmp_path: Path) -> Any:
-    return bench("_gpu_options").GpuOptions("cpu", "bfloat16", True, tmp_path)
+def measured() -> Any:
+    return bench("gpu").measure("cpu", "bfloat16", small=True)
 
 
-def test_every_case_is_exact_in_a_fresh_and_in_a_fragmented_arena(tmp_path: Path) -> None:
-    result = bench("_gpu_copies").measure(options(tmp_path))
+def test_every_case_is_exact_in_a_fresh_and_in_a_fragmented_arena() -> None:
+    result = measured()
     found = {(case["case"], case.get("arena")): case for case in result["cases"]}
     names = ("segments", "latent", "states", "latent1", "states1", "blocks16k", "blocks32k")
     assert list(found) == [(name, arena) for name in names for arena in ("fresh", "fragmented")]
@@ -31,9 +30,7 @@ def test_every_case_is_exact_in_a_fresh_and_in_a_fragmented_arena(tmp_path: Path
         assert fresh["bytes_per_copy"] >= fragmented["bytes_per_copy"]
 
 
-def test_a_copy_that_loses_bytes_is_not_exact(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_that_loses_bytes_is_not_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     def end_write(ring: StagingRing, chunk: Any) -> int:
         for page in chunk.pages[-1:]:
             chunk = chunk._replace(pages=(*chunk.pages[:-1], memoryview(bytearray(page.nbytes))))
@@ -41,5 +38,4 @@ def test_a_copy_that_loses_bytes_is_not_exact(
 
     whole = StagingRing.end_write
     monkeypatch.setattr(StagingRing, "end_write", end_write)
-    result = bench("_gpu_copies").measure(options(tmp_path))
-    assert [case["exact"] for case in result["cases"]] == [False] * 14
+    assert [case["exact"] for case in measured()["cases"]] == [False] * 14

@@ -1,6 +1,6 @@
 """One of two PD clusters sends three times its planned rate. The other does not suffer: it keeps
 its first tokens per second and nearly its times to them. The live form of the promise is
-`python -m prfaas_lab bench lost_clusters --flood HOME`."""
+`python -m prfaas_lab bench flood HOME`."""
 
 from __future__ import annotations
 

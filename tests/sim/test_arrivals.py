@@ -4,7 +4,7 @@ import pytest
 from prfaas.config.trace import TraceRow
 from prfaas.errors import InputError
 from prfaas.planner.workload import Workload, lognormal
-from prfaas.sim.arrivals import bursty, poisson, replay
+from prfaas.sim.arrivals import poisson, replay
 
 WORK = lognormal(6.5, 1.0, 20, 5000, output_tokens=100, cached_tokens=64)
 
@@ -31,21 +31,10 @@ def test_output_lengths_vary_as_in_the_workload() -> None:
     assert output.var() / output.mean() ** 2 == pytest.approx(0.5, rel=0.05)
 
 
-def test_bursts_come_and_go_at_the_same_mean_rate() -> None:
-    many = bursty(WORK, 5.0, 60_000, seed=2, peak=5.0, burst_s=30.0, calm_s=300.0)
-    assert many.mean_rps == pytest.approx(5.0, rel=0.1)
-    assert np.all(np.diff(many.at_s) >= 0)
-    per_10s, _ = np.histogram(many.at_s, bins=np.arange(0, many.at_s[-1], 10))
-    calm_rps = 5.0 * 330 / 450
-    assert np.median(per_10s) == pytest.approx(calm_rps * 10, rel=0.1)
-    assert np.quantile(per_10s, 0.97) > 4 * calm_rps * 10, "a burst fills its ten seconds"
-
-
 def test_the_seed_decides_everything() -> None:
     for make in (
         lambda seed: poisson(WORK, 1.0, 50, seed),
-        lambda seed: bursty(WORK, 1.0, 50, seed),
-        lambda seed: replay(rows(*range(0, 90_000, 3000)), seed, window_s=30.0),
+        lambda seed: replay(rows(*range(0, 90_000, 3000)), seed),
     ):
         one, same, other = make(1), make(1), make(2)
         assert one.at_s.tolist() == same.at_s.tolist() and one.hashes == same.hashes
@@ -67,13 +56,6 @@ def test_time_scales() -> None:
     fast = replay(rows(0, 3000, 6000), seed=1, speedup=2.0)
     assert fast.at_s.tolist() == pytest.approx((slow.at_s / 2).tolist())
     assert slow.scaled(2.0).at_s.tolist() == pytest.approx(fast.at_s.tolist())
-
-
-def test_a_window_is_a_part_of_the_trace() -> None:
-    part = replay(rows(*range(0, 300_000, 3000)), seed=5, window_s=60.0)
-    assert 15 <= len(part) <= 25
-    assert part.at_s[0] >= 0 and part.at_s[-1] < 60
-    assert np.diff(part.output_tokens).max() <= 5, "neighbours in the trace"
 
 
 @pytest.mark.parametrize(

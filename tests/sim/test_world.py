@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from prfaas.cache.replay import block_hashes
 from prfaas.config.deployment import (
     AdaptiveSection,
     AloneSection,
@@ -19,7 +18,7 @@ from prfaas.planner.problem import Path, Problem
 from prfaas.planner.profile import DecodeRate, DecodeStep
 from prfaas.planner.workload import lognormal
 from prfaas.scheduler.plan import find_optimum
-from prfaas.sim.arrivals import Arrivals, poisson, replay
+from prfaas.sim.arrivals import Arrivals, block_hashes, poisson, replay
 from prfaas.sim.config import (
     CacheConfig,
     ClusterFault,

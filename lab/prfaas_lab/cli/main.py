@@ -32,7 +32,7 @@ def lab() -> None:
     \b
     Start here, in the top folder of a checkout:
       python -m prfaas_lab bench                     which benchmarks are there?
-      python -m prfaas_lab bench planner             run one of them; it prints JSON
+      python -m prfaas_lab bench transport           run one of them; it prints JSON
       python -m prfaas_lab bench serve --help        what does a benchmark accept?
       python -m prfaas_lab soak --minutes 3          does a deployment survive its faults?
       python -m prfaas_lab soak --minutes 15 --no-faults --hostile

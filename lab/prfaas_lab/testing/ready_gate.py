@@ -1,7 +1,7 @@
 """A proxy between an engine and its kvd that can hold back READY messages until the commit.
 
-With `holding` the kvd pushes a prefill after it has ended instead of while it runs. `bench overlap`
-uses that for comparison, and a test uses it to stop a transfer half-way. Engine and kvd are the
+With `holding` the kvd pushes a prefill after it has ended instead of while it runs. A test uses it
+to stop a transfer half-way. Engine and kvd are the
 real ones and are not aware of the proxy. All other messages pass through, including the arena's
 descriptor.
 """

@@ -213,8 +213,6 @@ class ReplanSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     are alike."""
     min_gain: Share = 0.015
     """Smallest relative gain of throughput for which roles change."""
-    threshold_step: Share = 0.02
-    """Smallest relative change of the threshold that makes a new plan."""
     dwell_s: AmountOrZero = 900.0
     """Minimum time that a node keeps its role."""
 
@@ -227,22 +225,13 @@ class CorrectionSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     """Whether profiles are corrected."""
     limit: Annotated[float, msgspec.Meta(ge=1)] = 1000.0
     """Largest factor. The smallest one is 1 / limit."""
-    warmup_prefills: CountOrZero = 3
-    """First prefills of a started node that are ignored, while caches, compilers and links warm
-    up."""
-    window_prefills: Count = 16
-    """Latest prefills of a node whose median counts. The factor is the median over the nodes."""
-    least_prefills: Count = 8
-    """Smallest number of prefills of a cluster for a correction."""
     least_s: AmountOrZero = 0.1
     """Shortest prefill that counts. Overheads dominate shorter ones."""
-    step: Share = 0.05
-    """Smallest relative change of the factor. A smaller difference is noise."""
 
 
 class PaperSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Policy `paper`: when the threshold is raised, and how far (section 3.4.3, short-term). The
-    values were searched on traces, calm and stressed (`bench/policies.py --tune`)."""
+    values were searched on traces, calm and stressed."""
 
     surge_wait_s: Amount = 8.0
     """The threshold is raised when PrfaaS adds this much more wait than the PD cluster."""
@@ -260,8 +249,6 @@ class AdaptiveSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Policy `adaptive`: the price of a second of a scarce resource, beside the request's own
     time."""
 
-    congestion_price: AmountOrZero = 1.0
-    """Price of work, per second of wait that it adds to the requests after it."""
     least_price_s: AmountOrZero = 2.0
     """Weight of the plan in seconds when no request waits."""
     copy_margin_s: AmountOrZero = 0.05

@@ -1,8 +1,8 @@
 """A scaled-down deployment on emulated accelerators, and its baselines.
 
-The demo's second part, `bench agree` and `bench episode` serve, plan and simulate these
-deployments, one after another on the same hosts. The problem is that of the scaled-down deployment,
-so that the plan and the simulation are about the deployment that is served.
+The demo's second part and `bench agree` serve, plan and simulate these deployments, one after
+another on the same hosts. The problem is that of the scaled-down deployment, so that the plan and
+the simulation are about the deployment that is served.
 """
 
 from __future__ import annotations

@@ -33,13 +33,6 @@ def attached_prefix() -> list[str]:
 
 
 @contextmanager
-def attached_kvd(options: Sequence[str], drain_s: float) -> Iterator[KvdAddress]:
-    """Runs `prfaas kvd` with these options, see `starting_kvd`, and waits until it is ready."""
-    with starting_kvd(options, drain_s) as wait_until_ready:
-        yield wait_until_ready()
-
-
-@contextmanager
 def starting_kvd(options: Sequence[str], drain_s: float) -> Iterator[Callable[[], KvdAddress]]:
     """Starts `prfaas kvd` with these options. The function waits until it is ready, so that the
     node can do other things meanwhile; call it once. The kvd's log goes where the node's log goes.

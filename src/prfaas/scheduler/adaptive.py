@@ -88,7 +88,7 @@ def option_cost_s(
         wait_s += view.held[option.cluster].total_s / _prefill_nodes(option.cluster, view)
     # During a wait, about as many requests arrive as are waiting now. So the present wait measures
     # what one more unit of work costs the next requests.
-    price_s = rules.least_price_s + rules.congestion_price * wait_s
+    price_s = rules.least_price_s + wait_s
     cost_s += price_s * option.prefill_s / view.costs.prefill_s[option.cluster](threshold, 0)
     if len(view.remotes) > 1 and option.cluster != view.local.cluster:
         cost_s += _link_price_s(request, option, view, state, threshold)
@@ -118,7 +118,7 @@ def _link_price_s(
     costs, tokens = view.costs, request.prompt_tokens
     nbytes = costs.handoff_bytes(tokens, tokens - option.cached_tokens)
     units = nbytes / costs.handoff_bytes(threshold, threshold)
-    return state.rules.adaptive.congestion_price * wait_s * units
+    return wait_s * units
 
 
 def _own_time_s(

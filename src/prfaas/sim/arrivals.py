@@ -1,20 +1,19 @@
-"""Requests and their arrival times: Poisson, bursty (Markov-modulated) or replayed from a trace.
+"""Requests and their arrival times: Poisson, or replayed from a trace.
 
 All randomness of a run is in here. The clock of a Mooncake trace ticks every 3 s: the seed spreads
-the requests of a tick over those seconds, and draws the start of a window of the trace. Two runs
-with the same seed see the same requests at the same times.
+the requests of a tick over those seconds. Two runs with the same seed see the same requests at the
+same times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from prfaas.cache.replay import block_hashes, conversation_hashes
-from prfaas.config.trace import TraceRow
+from prfaas.config.trace import TRACE_BLOCK_TOKENS, TraceRow
 from prfaas.errors import InputError
 from prfaas.planner.network.problem import NetworkProblem
 from prfaas.planner.workload import Workload
@@ -91,43 +90,14 @@ def poisson(workload: Workload, rps: float, requests: int, seed: int) -> Arrival
     return _draw_lengths(workload, np.cumsum(rng.exponential(1 / rps, requests)), rng)
 
 
-def bursty(
-    workload: Workload,
-    rps: float,
-    requests: int,
-    seed: int,
-    *,
-    peak: float = 5.0,
-    burst_s: float = 30.0,
-    calm_s: float = 300.0,
-) -> Arrivals:
-    """A Poisson process whose rate jumps: `peak` times the calm rate during bursts. Bursts and
-    calms last exponentially long, `burst_s` and `calm_s` on average; `rps` is the mean."""
-    rng = np.random.default_rng(seed)
-    calm_rps = rps * (burst_s + calm_s) / (peak * burst_s + calm_s)
-    # In operational time the process is Poisson with rate 1. Each stretch has another rate.
-    marks = np.cumsum(rng.exponential(1.0, requests))
-    edges_s, edges_mark = [0.0], [0.0]
-    slopes: list[float] = []
-    while edges_mark[-1] < marks[-1]:
-        bursting = len(slopes) % 2 == 1
-        length_s = rng.exponential(burst_s if bursting else calm_s)
-        slopes.append(calm_rps * (peak if bursting else 1.0))
-        edges_s.append(edges_s[-1] + length_s)
-        edges_mark.append(edges_mark[-1] + length_s * slopes[-1])
-    return _draw_lengths(workload, np.interp(marks, edges_mark, edges_s), rng)
-
-
 def replay(
     rows: Sequence[TraceRow],
     seed: int,
     *,
     speedup: float = 1.0,
     bucket_s: float = 3.0,
-    window_s: float | None = None,
 ) -> Arrivals:
-    """A trace's requests. `window_s` (in the trace's time) selects a part of the trace whose start
-    the seed draws. `bucket_s` is the width over which equal time stamps are spread."""
+    """A trace's requests. `bucket_s` is the width over which equal time stamps are spread."""
     if not rows:
         raise InputError("the trace has no requests")
     rng = np.random.default_rng(seed)
@@ -143,11 +113,6 @@ def replay(
         )
     at_s = stamps + rng.uniform(0.0, bucket_s, len(rows))
     chosen = np.argsort(at_s, kind="stable")
-    if window_s is not None:
-        start = rng.uniform(0.0, max(0.0, float(at_s[chosen[-1]]) - window_s))
-        inside = (at_s[chosen] >= start) & (at_s[chosen] < start + window_s)
-        chosen = chosen[inside]
-        at_s = at_s - start
     picked = [rows[index] for index in chosen]
     return Arrivals(
         at_s=at_s[chosen] / speedup,
@@ -170,3 +135,22 @@ def _draw_lengths(workload: Workload, at_s: Array, rng: np.random.Generator) -> 
         output = rng.gamma(shape, workload.output_tokens / shape, len(at_s))
     whole = np.maximum(1, np.rint(output)).astype(np.int64)
     return Arrivals(at_s, new + cached, cached, whole)
+
+
+def block_hashes(row: TraceRow) -> tuple[BlockHash, ...]:
+    """Of whole blocks only: the last id often names a partial one, which no cache keeps."""
+    whole = row.input_length // TRACE_BLOCK_TOKENS
+    return _names(row.hash_ids[:whole])
+
+
+def conversation_hashes(row: TraceRow) -> tuple[BlockHash, ...]:
+    """Of the whole blocks of prompt and answer. Empty when the trace does not have them, or the
+    answer completes no block."""
+    if not row.answer_hash_ids:
+        return ()
+    whole = row.input_length // TRACE_BLOCK_TOKENS
+    return _names([*row.hash_ids[:whole], *row.answer_hash_ids])
+
+
+def _names(ids: Iterable[int]) -> tuple[BlockHash, ...]:
+    return tuple(BlockHash(i.to_bytes(8, "big")) for i in ids)

@@ -90,7 +90,6 @@ class SimConfig:
     report_interval_s: float = 1.0  # between two reports of a node or link
     report_lag_s: float = 0.05  # from a report until the router has it
     event_lag_s: float = 0.2  # from a cache event until the router's index has it
-    role_switch_s: float = 10.0  # between the end of the drain and the first work of the new role
     decode_kv_bytes: float = math.inf  # KV memory of a decode node, reserved from the grant on
     links: Mapping[LinkId, tuple[RateChange, ...]] = field(default_factory=dict)  # ascending
     faults: tuple[Fault, ...] = ()

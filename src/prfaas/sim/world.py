@@ -48,6 +48,7 @@ from prfaas.sim.results.result import TimelineSpan
 from prfaas.types import ClusterId, LinkStats, NodeId
 
 QUIET_UTILISATION = 0.5  # far below any utilisation at which a verdict could change
+ROLE_SWITCH_S = 10.0  # between the end of the drain and the first work of the new role
 
 
 class Observer(Protocol):
@@ -471,7 +472,7 @@ class World:
             return
         if node.role != plan.roles[node.name] and node.drained:
             node.switching = True
-            self.events.at(self.events.now_s + self.config.role_switch_s, self._on_switched, node)
+            self.events.at(self.events.now_s + ROLE_SWITCH_S, self._on_switched, node)
 
     def _on_switched(self, node: SimNode) -> None:
         node.switching = False

@@ -20,7 +20,7 @@ from prfaas.config.link_trace import read_link_trace
 from prfaas.config.trace import TRACE_BLOCK_TOKENS, TraceRow, read_trace
 from prfaas.errors import InputError
 from prfaas.planner import baselines
-from prfaas.planner.network.problem import Home, NetworkProblem
+from prfaas.planner.network.problem import NetworkProblem
 from prfaas.planner.problem import Problem
 from prfaas.planner.workload import TraceRequest, empirical
 from prfaas.scheduler.homes.plans import as_network
@@ -71,21 +71,6 @@ def planned_for(problem: Problem, arrivals: Arrivals) -> Problem:
         cached = min(known * TRACE_BLOCK_TOKENS, prompt_tokens - 1)
         requests.append(TraceRequest(prompt_tokens - cached, cached, output_tokens))
     return replace(problem, workload=empirical(requests))
-
-
-def planned_at_homes(network: NetworkProblem, arrivals: Arrivals) -> NetworkProblem:
-    """Plans for these requests, at several PD clusters: for the lengths and the number of requests
-    that arrive at each of them."""
-    assert arrivals.homes is not None, "there are several PD clusters"
-    homes = []
-    for number, home in enumerate(network.homes):
-        here = arrivals.homes == number
-        columns = (arrivals.prompt_tokens, arrivals.cached_tokens, arrivals.output_tokens)
-        lengths = zip(*(column[here].tolist() for column in columns), strict=True)
-        requests = [TraceRequest(prompt - cached, cached, out) for prompt, cached, out in lengths]
-        problem = replace(home.problem, workload=empirical(requests))
-        homes.append(Home(len(requests) / len(arrivals), problem))
-    return NetworkProblem(tuple(homes))
 
 
 def make_cases(

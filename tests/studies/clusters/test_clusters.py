@@ -101,7 +101,7 @@ def test_a_cluster_that_is_not_there(address: str) -> None:
         run_all(draw, SEEDS, Workers(cluster=parse_cluster(address)))
 
 
-def test_policies_on_a_ray_cluster(ray: RayCluster, tmp_path: Path) -> None:
+def test_a_simulation_on_a_ray_cluster(ray: RayCluster, tmp_path: Path) -> None:
     """The same study on this machine alone and on two nodes: identical results."""
     rows = [
         {
@@ -117,7 +117,11 @@ def test_policies_on_a_ray_cluster(ray: RayCluster, tmp_path: Path) -> None:
 
     def study(*options: str) -> str:
         done = subprocess.run(
-            [sys.executable, str(ROOT / "bench" / "policies.py"), "--trace", str(trace), *options],
+            [
+                *(sys.executable, "-m", "prfaas", "simulate"),
+                *(str(ROOT / "configs" / "case_study.toml"), "--trace", str(trace), "--json"),
+                *("--policy", "paper", "adaptive", "--baseline", "homogeneous", *options),
+            ],
             check=False,
             capture_output=True,
             text=True,
@@ -129,5 +133,4 @@ def test_policies_on_a_ray_cluster(ray: RayCluster, tmp_path: Path) -> None:
         del found["wall_s"]
         return json.dumps(found)
 
-    options = ("--seeds", "2", "--only", "calm", "--only", "burst")
-    assert study(*options, "--workers", "1") == study(*options, "--cluster", ray.address)
+    assert study("--workers", "1") == study("--cluster", ray.address)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,42 +55,3 @@ def test_a_simulation_of_policies_and_baselines(prfaas: Command) -> None:
         )
     )
     assert list(found["runs"]) == ["paper", "adaptive", "naive", "homogeneous"]
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize(
-    ("name", "arguments", "part"),
-    [
-        ("regions", ("--deployments", "3", "--seed", "2", "--seconds", "20"), "deployments"),
-        ("agents", ("--sessions", "4", "--seeds", "3"), "runs"),
-    ],
-)
-def test_a_benchmark(name: str, arguments: tuple[str, ...], part: str) -> None:
-    found = same_for_all(lambda count: benchmark(name, *arguments, "--workers", str(count)))
-    assert len(found[part]) == 3
-
-
-@pytest.mark.grid
-@pytest.mark.timeout(900)
-def test_the_study_at_scale() -> None:
-    found = same_for_all(lambda count: benchmark("scale_study", "--quick", "--workers", str(count)))
-    assert len(found["simulated"]) == 8
-
-
-def benchmark(name: str, *arguments: str) -> Any:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "bench" / f"{name}.py"), *arguments],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
-    return without_times(json.loads(done.stdout))
-
-
-def without_times(value: Any) -> Any:
-    """How long a run took on this machine is no result."""
-    if isinstance(value, dict):
-        return {k: without_times(v) for k, v in value.items() if not k.endswith("cpu_s")}
-    return [without_times(one) for one in value] if isinstance(value, list) else value

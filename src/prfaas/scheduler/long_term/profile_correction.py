@@ -22,6 +22,10 @@ from statistics import median, median_low
 from prfaas.config.deployment import CorrectionSection
 from prfaas.types import ClusterId, NodeId
 
+WARM_UP = 3  # first prefills of a started node: caches, compilers and links warm up
+LEAST_PREFILLS = 8  # of a cluster, for a correction: with fewer, a stray one could be the median
+_WINDOW = 16  # newest prefills of a node whose median counts
+STEP = 0.05  # a factor that is off by less is noise
 # A node's own pace comes from so many of its newest prefills, at least and at most.
 _LEAST_OF_NODE, _MOST_OF_NODE = 3, 5
 _ODD, _LIKE = 1.5, 1.25  # a node differs from its like from the first on, and no more at the second
@@ -41,15 +45,15 @@ def next_factor(
         return factor
     target = median_low([median(ratios) for ratios in seen if ratios])
     target = min(max(target, 1 / rules.limit), rules.limit)
-    return factor if abs(target / factor - 1) <= rules.step else target
+    return factor if abs(target / factor - 1) <= STEP else target
 
 
 class _NodeHistory:
     __slots__ = ("at_s", "brief", "cluster", "doubted_s", "free_s", "pace", "ratios", "warmed_up")
 
-    def __init__(self, cluster: ClusterId, window: int) -> None:
+    def __init__(self, cluster: ClusterId) -> None:
         self.cluster = cluster
-        self.ratios: deque[float] = deque(maxlen=window)  # observed over stated times
+        self.ratios: deque[float] = deque(maxlen=_WINDOW)  # observed over stated times
         # Its prefills since the newest ratio were short, and took no longer than overheads do.
         self.brief = False
         self.warmed_up = 0  # prefills since the node started, up to the end of the warm-up
@@ -98,12 +102,12 @@ class ProfileCorrection:
         without the time in the node's queue. `counts`: whether the duration is evidence."""
         known = self._nodes.get(node)
         if known is None:
-            known = self._nodes[node] = _NodeHistory(cluster, self._rules.window_prefills)
+            known = self._nodes[node] = _NodeHistory(cluster)
         took_s = now_s - max(sent_s, min(known.free_s, now_s))
         known.free_s = now_s
         if not counts or not self._rules.correct:
             return took_s
-        if known.warmed_up < self._rules.warmup_prefills:
+        if known.warmed_up < WARM_UP:
             known.warmed_up += 1
             return took_s
         # Overheads dominate short prefills. They say nothing about a time, unless they took long:
@@ -146,7 +150,7 @@ class ProfileCorrection:
         histories = [known for known in self._nodes.values() if known.cluster == cluster]
         factor = self.factors.get(cluster, 1.0)
         # One prefill shows the truth about a factor that is in doubt.
-        least = 1 if cluster in self._doubted_s else self._rules.least_prefills
+        least = 1 if cluster in self._doubted_s else LEAST_PREFILLS
         # Without them, the only node that is slow would pass for the typical one.
         as_usual = [known for known in histories if known.brief and not known.ratios]
         seen = [*(known.ratios for known in histories), *([factor] for _ in as_usual)]

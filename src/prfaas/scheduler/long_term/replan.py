@@ -27,6 +27,7 @@ Array = npt.NDArray[np.float64]
 
 # Critical value of the two-sample Kolmogorov-Smirnov test at a level of one in a thousand.
 _DIFFERS = math.sqrt(-math.log(0.001 / 2) / 2)
+THRESHOLD_STEP = 0.02  # a threshold that is off by a smaller share makes no new plan
 _QUANTILES = 64  # fine enough for blocks of some hundred requests
 
 
@@ -72,7 +73,7 @@ def replan(window: TrafficWindow, plan: Plan) -> Plan | None:
 
     off = abs(here.threshold_tokens - plan.threshold_tokens) / max(plan.threshold_tokens, 1)
     live = any(remote.pool.instances for remote in problem.remotes)
-    moved = live and off > max(rules.threshold_step, 1 / math.sqrt(requests))
+    moved = live and off > max(THRESHOLD_STEP, 1 / math.sqrt(requests))
     if not (changed or moved or hardware_changed):
         return None
     return Plan(

@@ -22,6 +22,7 @@ from prfaas.scheduler.homes.plans import (
     with_splits,
 )
 from prfaas.scheduler.long_term.replan import (
+    THRESHOLD_STEP,
     convert_roles,
     describe_change,
     replan,
@@ -161,7 +162,7 @@ def _changed_plan(
     made = plan_of_home(solved, home.problem, roles, plan.rules)
     noise = 1 / math.sqrt(home.requests)
     off = abs(made.threshold_tokens - plan.threshold_tokens) / max(plan.threshold_tokens, 1)
-    moved = bool(home.problem.remotes) and off > max(plan.rules.threshold_step, noise)
+    moved = bool(home.problem.remotes) and off > max(THRESHOLD_STEP, noise)
     flows = zip(made.shares, plan.shares, strict=True)
     moved |= any(abs(one - other) > max(_SHARE_STEP, noise) for one, other in flows)
     if not (changed or moved or home.hardware_changed):

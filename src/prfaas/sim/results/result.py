@@ -134,12 +134,6 @@ class Result:
         """First tokens per second, over the measured window."""
         return self.rate_rps(np.ones(len(self.requests.arrival_s), dtype=bool))
 
-    @property
-    def served_rps(self) -> float:
-        """First tokens per second of requests that also arrived in the measured window. A backlog
-        from before the window raises `throughput_rps` of the policy that built it, but not this."""
-        return self.rate_rps(self.requests.arrival_s >= self.window_s[0])
-
     def goodput_rps(self, ttft_s: Array | float, tpot_s: float) -> float:
         """First tokens per second of requests that met both limits of the service level."""
         rows = self.requests
