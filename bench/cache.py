@@ -3,15 +3,14 @@
 \b
     python -m prfaas_lab bench cache --trace FILE --model NAME --capacity-gb N|inf
                                      [--checkpoints ...] --json
-    python -m prfaas_lab bench cache --trace FILE --trace FILE --model NAME \\
-        --plot docs/img/hybrid-cache.png
+    python -m prfaas_lab bench cache --trace FILE --trace FILE --model NAME --sweep
     python -m prfaas_lab bench cache --trace FILE --trace FILE --model NAME --keep-answers
 
 The first form prints one result. The second form replays each trace at infinite capacity and at
-25%, 10% and 5% of the working set (the peak bytes at infinite capacity), draws the figure and
-prints the table of docs/hybrid-cache.md. The third form prints hit rates at about 10% with and
-without kept answers. Capacities are in units of 10^9 bytes. The first form measures the speed of
-the pool, too, and has one case; --workers and --cluster are for the other two.
+25%, 10% and 5% of the working set (the peak bytes at infinite capacity), and prints the table of
+docs/hybrid-cache.md. The third form prints hit rates at about 10% with and without kept answers.
+Capacities are in units of 10^9 bytes. The first form measures the speed of the pool, too, and has
+one case; --workers and --cluster are for the other two.
 """
 
 from __future__ import annotations
@@ -227,29 +226,6 @@ def answers_case(
     return result.token_hit_rate, result.kept_answers
 
 
-def draw(table: dict[str, dict[str, dict[str, float]]], model: str, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, len(table), figsize=(5.2 * len(table), 3.8), squeeze=False)
-    for axis, (trace, rates) in zip(axes[0], table.items(), strict=True):
-        columns = [f"{fraction:.0%}" for fraction in reversed(FRACTIONS)] + ["inf"]
-        for name in POLICIES:
-            axis.plot(columns, [100 * rates[name][c] for c in columns], marker="o", label=name)
-        ideal = 100 * rates["ideal"]["inf"]
-        axis.axhline(ideal, color="grey", linestyle=":", label="ideal (infinite, any prefix)")
-        axis.set_title(f"{trace}\n{model}, working set {rates['working_set_gb']['inf']:,.0f} GB")
-        axis.set_xlabel("capacity, share of the working set")
-        axis.set_ylabel("token hit rate, %")
-        axis.grid(alpha=0.3)
-    axes[0][0].legend(fontsize=8)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-
-
 @click.command(help=__doc__)
 @click.option(
     "--trace",
@@ -279,9 +255,7 @@ def draw(table: dict[str, dict[str, dict[str, float]]], model: str, path: Path) 
     type=click.Choice(["lru", "cost"]),
     help="Eviction policy.",
 )
-@click.option(
-    "--plot", type=click.Path(path_type=Path), help="Sweep capacities and draw this file."
-)
+@click.option("--sweep", "is_sweep", is_flag=True, help="Replay at several capacities.")
 @click.option(
     "--keep-answers",
     is_flag=True,
@@ -295,16 +269,14 @@ def main(
     capacity_gb: str,
     checkpoints: str,
     evict: str,
-    plot: Path | None,
+    is_sweep: bool,
     keep_answers: bool,
     workers: Workers,
     as_json: bool,
 ) -> None:
     try:
-        if plot is not None:
-            table = sweep(traces, model, workers)
-            draw(table, model, plot)
-            print(json.dumps(table, indent=2))
+        if is_sweep:
+            print(json.dumps(sweep(traces, model, workers), indent=2))
             return
         for trace in traces:
             if keep_answers:
