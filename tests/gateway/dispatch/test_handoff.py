@@ -14,7 +14,6 @@ import pytest
 from prfaas.cache.hashing import PromptHashes
 from prfaas.config.gateway import DEFAULTS, GatewaySection
 from prfaas.errors import RequestError
-from prfaas.gateway.client.node_client import Card
 from prfaas.gateway.dispatch import handoff
 from prfaas.gateway.dispatch.background_calls import BackgroundCalls
 from prfaas.gateway.dispatch.handoff import AttemptFailed, DecodeNodeFull, HandOff, HandOffs
@@ -43,7 +42,7 @@ from tests.gateway.fleets import (
     with_timeouts,
 )
 from tests.gateway.peers import Peer, peer
-from tests.gateway.reports import report
+from tests.gateway.reports import NODE_CARD, report
 
 TIMEOUTS = DEFAULTS.timeouts
 
@@ -255,7 +254,7 @@ async def test_nodes_whose_formats_differ_since_a_restart_hand_nothing_off() -> 
     async with case() as one:
         upgraded = report("f", instance="second", revision="2")
         one.fleet.record_report(member_of(one.fleet, F), upgraded)
-        one.fleet.record_card(member_of(one.fleet, F), Card("m", None, ours=True))
+        one.fleet.record_card(member_of(one.fleet, F), NODE_CARD)
         with pytest.raises(AttemptFailed, match="formats differ") as failed:
             await one.carry_out()
         assert failed.value.unsent and failed.value.avoid == (F,)

@@ -255,8 +255,7 @@ def test_a_prefix_of_the_other_form_is_not_pulled(pair: tuple[Host, Host], form:
 
 
 def test_a_pull_without_a_format_is_for_the_first_pool(pair: tuple[Host, Host]) -> None:
-    """It comes from a gateway of an earlier version. The source has these hashes in its other pool,
-    whose bytes would be wrong here."""
+    """The source has these hashes in its other pool, whose bytes would be wrong here."""
     here, there = pair
     with engine(here) as source, engine(there) as target:
         write(source, "native", PROMPT)
