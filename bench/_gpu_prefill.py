@@ -13,11 +13,11 @@ from _gpu_models import DENSE, HYBRID, write_config
 from _gpu_options import GpuOptions
 from prfaas.cache.hashing import block_hashes
 from prfaas.engine.api import EngineJob, Export, Sampling
-from prfaas.engine.runner import run
 from prfaas.errors import EngineError
 from prfaas.kvd.engine_socket.client import KvdClient
 from prfaas.kvd.engine_socket.leases import WriteLease
 from prfaas.launch.attached_process import attached_kvd
+from prfaas_lab.testing.engine_runs import run
 
 if TYPE_CHECKING:
     from prfaas.engine.hf import HFEngine

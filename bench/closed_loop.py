@@ -211,7 +211,8 @@ def main(
         raise InputError("a number is below 1", where="--streams and others", fix="give 1 or more")
     load = Load(streams, requests, tokens, output)
     options = LaunchOptions("hf", device=TINY_DEVICE)
-    deployment, profile = tiny_deployment(CACHE, options, lambda what: click.echo(what, err=True))
+    made = tiny_deployment(CACHE, options, lambda what: click.echo(what, err=True))
+    deployment, profile = asyncio.run(made)
     with tempfile.TemporaryDirectory(prefix="prfaas-closed-loop-") as name:
         folder = logs or Path(name)
         folder.mkdir(parents=True, exist_ok=True)

@@ -25,10 +25,9 @@ from prfaas.clock import MonotonicClock
 from prfaas.engine.api import EngineJob, Export, Sampling
 from prfaas.engine.checkpoint.make import make_checkpoint
 from prfaas.engine.hf import HFEngine, LoadedModel, load_model
-from prfaas.engine.memory import ScratchSink
-from prfaas.engine.profiling import Profiler
-from prfaas.engine.runner import run
 from prfaas.kvspec import Segment
+from prfaas_lab.testing.engine_profiler import Profiler
+from prfaas_lab.testing.engine_runs import ScratchSink, run
 
 ARCHITECTURES = ("kimi-linear", "qwen3")
 

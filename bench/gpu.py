@@ -102,7 +102,7 @@ def machine(device: str) -> dict[str, Any]:
 
     import torch
 
-    from prfaas.engine.hardware import hardware
+    from _hardware import hardware
 
     found = hardware(torch.device(device))
     return {"device": found.title, "software": found.software, "cores": os.cpu_count()}

@@ -125,18 +125,20 @@ def hf_setup(folder: Path) -> Setup:
     """A tiny hybrid model, and its profile on this machine."""
     model = make_checkpoint(folder / "model", "kimi-linear").directory
     profile = folder / "profile.toml"
-    say("measuring the model's profile")
-    subprocess.run(
-        [
-            *(*attached_prefix(), "profile", "--model", str(model), "--device", "cpu"),
-            *("--lengths", "128,256,1024", "--cached", "1024", "--batches", "1,4"),
-            *("--rounds", "3", "--accelerator", "this-machine", "--out", str(profile)),
-        ],
-        check=True,
-        stdout=subprocess.DEVNULL,
-        timeout=START_S,
-    )
     options = ("--model", str(model), "--device", "cpu")
+    say("measuring the model's profile")
+    with ExitStack() as stack:
+        (url, _), _ = _start_nodes(options, stack, folder)
+        subprocess.run(
+            [
+                *(*attached_prefix(), "profile", "--url", url),
+                *("--lengths", "128,256,1024", "--cached", "1024", "--batches", "1,4"),
+                *("--rounds", "3", "--accelerator", "this-machine", "--out", str(profile)),
+            ],
+            check=True,
+            stdout=subprocess.DEVNULL,
+            timeout=START_S,
+        )
     return Setup(_on_this_machine(model, profile), partial(_start_nodes, options))
 
 

@@ -21,7 +21,7 @@ COMMANDS = {
     "plan": "Find the best threshold and split of a deployment and compare three baselines.",
     "advise": "Find the hardware for a model and its traffic; is PrfaaS worth it?",
     "simulate": "Simulate a deployment under a trace or random traffic.",
-    "profile": "Measure prefill times, KV sizes and decode steps of a model or a server.",
+    "profile": "Measure prefill times and decode steps of a server, or estimate them.",
     "gateway": "Run the gateway: one OpenAI endpoint for all clusters of a deployment.",
     "drain": "Take a cluster out of use without a failed request, and back into use.",
     "trace": "Follow one request through gateway, nodes and kvds, and name what took long.",
