@@ -70,6 +70,7 @@ async def test_the_chosen_format_decides_the_length_and_the_hashes() -> None:
         ids = prompt(2030)
         one.request = replace(one.request, token_ids=TokenIds.of(ids), conversation=True)
         add_native(one.fleet, F, B)
+        await one.kvd.script(OPEN, msgspec.structs.replace(GRANT, form="native"))
         await one.carry_out()
         (opened,) = await one.kvd.requested(OPEN)
         hashes = PromptHashes(ids).at(NATIVE_BLOCK)[: opened["handoff_tokens"] // NATIVE_BLOCK]
@@ -135,6 +136,7 @@ async def test_a_prefix_is_copied_in_the_form_in_which_the_source_has_it() -> No
         await target.script(PULL, answer)
         copy = CacheCopy(A, F, 640, 1000, 0.1)
         one.booking.route = one.booking.route._replace(copies=(copy,))
+        await one.kvd.script(OPEN, msgspec.structs.replace(GRANT, form="native"))
         await one.carry_out()
         (asked,) = await target.requested(PULL)
         assert asked["compat"] == msgspec.to_builtins(native_compat())

@@ -137,14 +137,6 @@ def test_a_grant_is_filled_in_its_own_form_only(pair: tuple[Host, Host], form: F
         assert there.settled(grant)["state"] == "committed"
 
 
-def test_the_grant_of_an_earlier_kvd_names_no_form(pair: tuple[Host, Host]) -> None:
-    here, there = pair
-    with engine(here) as prefill, there.engine():
-        grant = msgspec.structs.replace(there.grant(PROMPT), form=None)
-        write(prefill, "canonical", PROMPT, grant)
-        assert there.settled(grant)["state"] == "committed"
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_a_rank_joins_a_lease_of_its_form_only(host: Host, form: Form) -> None:
     """The pages of the ticket are of one arena; in the other one they are another request's."""
