@@ -33,11 +33,13 @@ from prfaas.contracts.kvd_api import (
     TransferStatus,
     shapes_of,
 )
+from prfaas.contracts.openai_fields import known_fields
 from prfaas.types import Compat, Grant, NodeId, TransferId
 
 MODEL = "case-study-1t"
 TOKENS = 8
 BLOCK_TOKENS = 64
+_SERVES = {"completions": sorted(known_fields("completions")), "chat": sorted(known_fields("chat"))}
 _TOKEN = b'data: {"id":"x","object":"text_completion","choices":[{"index":0,"text":"a"}]}\n\n'
 _USAGE = (
     b'data: {"id":"x","object":"text_completion","choices":[],"usage":{"prompt_tokens":1,'
@@ -120,7 +122,7 @@ class Host:
             "id": MODEL,
             "object": "model",
             "max_model_len": 1 << 20,
-            "prfaas": {"kvd_url": url},
+            "prfaas": {"kvd_url": url, "serves": _SERVES},
         }
         self._fixed = {
             b"/v1/stats": _reply(encode(report)),

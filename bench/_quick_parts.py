@@ -30,7 +30,6 @@ from _yardsticks import chain_ms, loop_events_per_s, process_ms
 from prfaas.cache.hashing import PromptHashes, block_hashes
 from prfaas.config import load_deployment
 from prfaas.scheduler.plan import find_optimum
-from prfaas.security.certificates import make_certificates
 from prfaas.sim.arrivals import poisson
 from prfaas.sim.config import SimConfig
 from prfaas.sim.run import simulate
@@ -38,6 +37,7 @@ from prfaas.studies.problem_files import Study
 from prfaas.studies.simulation_cases import routed_by
 from prfaas.transport.link import LinkOptions
 from prfaas.transport.workers.pool import default_workers
+from prfaas_lab.testing.certificates import make_certificates
 
 _ECHO, _ECHO_TTFT = "requests/s of an HTTP echo", "TTFT of an HTTP echo"
 _CHAIN, _LOOP = "a chain of SHA-256", "a loop in Python"

@@ -16,7 +16,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from prfaas.security.certificates import CertificateSet
 from prfaas.security.tls import TlsFiles, TlsIdentity, client_context, server_context
 from prfaas.transport.buffers import FileSlice
 from prfaas.transport.grants import new_grant
@@ -25,6 +24,7 @@ from prfaas.transport.listener import Listener
 from prfaas.transport.messages import Manifest
 from prfaas.transport.workers.pool import WorkerPool
 from prfaas.types import Grant
+from prfaas_lab.testing.certificates import CertificateSet
 
 TIMEOUT_S = 120.0
 _POOLS: list[WorkerPool] = []  # of this process

@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
 from _transport_ends import Speed, cpu_s, touched
-from prfaas.security.certificates import CertificateSet
 from prfaas.security.tls import SERVICE_NAME, client_context, server_context
+from prfaas_lab.testing.certificates import CertificateSet
 
 CHUNK_BYTES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)  # per call of `send`
 TIMEOUT_S = 60.0

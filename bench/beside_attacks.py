@@ -119,7 +119,7 @@ async def measure(
     engine: FaultEngine, kinds: list[str], requests: int, seed: int, folder: Path
 ) -> dict[str, Any]:
     file = CASE_STUDY if engine == "emulated" else None
-    ready, _ = prepare_fault_deployment(engine, file, folder, CACHE, say)
+    ready, _ = await prepare_fault_deployment(engine, file, folder, CACHE, say)
     numbers, found = count(), dict[str, Any]()
     async with launched_fault_deployment(
         limit_tenants(ready.deployment), ready.engines, folder, attached_prefix(), say

@@ -26,17 +26,18 @@ from typing import Any
 
 import click
 
+from _hardware import hardware
 from prfaas.catalog import Catalog, ProfileRecord
 from prfaas.catalog.write import profile_toml
 from prfaas.clock import MonotonicClock
 from prfaas.engine.api import EngineJob, Export, Resume, Sampling
-from prfaas.engine.hardware import hardware
 from prfaas.engine.hf import HFEngine, LoadedModel, load_model
-from prfaas.engine.memory import MemorySegments, ScratchSink
-from prfaas.engine.profiling import MeasuredProfile, Profiler
-from prfaas.engine.runner import JobOutcome, run
+from prfaas.engine.memory import MemorySegments
+from prfaas.measure.measured_profile import MeasuredProfile
 from prfaas.planner.equations import eq1_kv_throughput_bps
 from prfaas.studies.token_identical import GeneratedTokens, compare
+from prfaas_lab.testing.engine_profiler import Profiler
+from prfaas_lab.testing.engine_runs import JobOutcome, ScratchSink, run
 
 MODELS = Path(__file__).parent / "models"
 NAMES = ("kimi-linear-48b-a3b", "qwen3-4b")

@@ -40,7 +40,7 @@ def say(what: str) -> None:
 async def soak(engine: FaultEngine, options: SoakOptions, folder: Path) -> SoakReport:
     """One soak on a deployment of its own."""
     file = CASE_STUDY if engine == "emulated" else None
-    ready, lengths = prepare_fault_deployment(engine, file, folder, CACHE, say)
+    ready, lengths = await prepare_fault_deployment(engine, file, folder, CACHE, say)
     async with launched_fault_deployment(
         limit_tenants(ready.deployment), ready.engines, folder, attached_prefix(), say
     ) as deployment:

@@ -26,8 +26,8 @@ from _transport_report import Samples, machine, report
 from _transport_ssl_pair import ssl_pair
 from prfaas.catalog import Catalog
 from prfaas.kvspec import handoff_segments, segment_bytes
-from prfaas.security.certificates import make_certificates
 from prfaas.transport.workers.pool import default_workers
+from prfaas_lab.testing.certificates import make_certificates
 
 PARTS = ("bare", "checked", "tls", "small")
 CHUNK_TOKENS = 2_048

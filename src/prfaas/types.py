@@ -68,10 +68,9 @@ class Grant(msgspec.Struct, frozen=True, tag="grant"):
     max_bytes: int
     deadline_s: float  # seconds from the grant to the first frame; frames renew it
     checkpoint_tokens: tuple[int, ...] = ()  # the sender also sends the states after these lengths
-    # In which the receiver takes the state. None: an earlier kvd, whose engines have one form.
-    form: Form | None = None
+    form: Form = CANONICAL  # in which the receiver takes the state
     # Of the call that asked for the grant: spans of the transfer have it as their parent. None: the
-    # call had none, or an earlier kvd has made the grant.
+    # call had none.
     traceparent: str | None = None
     # Of the request: the sender's pool keeps what is computed as this tenant's, too.
     tenant: TenantTag = ""

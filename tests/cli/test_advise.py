@@ -99,13 +99,6 @@ def test_flags_win_over_the_file(prfaas: Run) -> None:
     assert answer["single"][0]["here"]["owned_gpus"] <= 8
 
 
-@pytest.mark.slow
-def test_the_plot(prfaas: Run, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    prfaas("advise", OWNED, "--plot", tmp_path)
-    assert (tmp_path / "advise_options.png").stat().st_size > 10_000
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from prfaas.measure.path_check import MOST_BYTES
-from prfaas.security.certificates import make_certificates
 from prfaas.security.tls import server_context
 from prfaas.transport.listener import Listener, ListenerOptions
+from prfaas_lab.testing.certificates import make_certificates
 from tests.cli.runner import Result
 
 Run = Callable[..., Result]

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import errno
 import io
-import os
 import shlex
 import stat
 import sys
@@ -16,9 +14,7 @@ from prfaas.catalog import Catalog
 from prfaas.cli.main import cli
 from prfaas.config import load_deployment
 from prfaas.config.host import load_host_config
-from prfaas.launch.new_deployment.folder import FileTree
 from prfaas.security.secret_file import read_secrets
-from prfaas.security.shared_key import SharedKey
 from prfaas.security.tls import client_context, server_context
 from prfaas.studies.problem_files import Study
 from tests.cli.runner import Result
@@ -312,95 +308,3 @@ def test_help_teaches_with_an_example(prfaas: Run) -> None:
     text = prfaas("init", "--help").out
     assert "--pd pd=10.0.0.1,10.0.0.2 --prfaas far=10.1.0.1" in text
     assert "DIR/ca.key stays with you" in text
-
-
-def as_before_the_metrics_key(folder: Path) -> None:
-    """Makes a folder as an earlier version wrote it: every host has the operator key."""
-    operator = (folder / "operator/operator.key").read_bytes()
-    for file in folder.rglob("metrics.key"):
-        file.unlink()
-    for host in (folder / "hosts").iterdir():
-        (host / "operator.key").touch(0o600)
-        (host / "operator.key").write_bytes(operator)
-        for file in host.glob("host*.toml"):
-            text = file.read_text().replace(
-                'metrics_key_file = "metrics.key"', 'operator_key_file = "operator.key"'
-            )
-            file.write_text(f"# mine\n{text}")
-    for file in folder.glob("hosts/*/deployment.toml"):
-        text = file.read_text().replace('metrics_key_file = "metrics.key"\n', "")
-        file.write_text(f"# mine\n{text}")
-
-
-@pytest.mark.parametrize("change", [("--renew",), ("--add-host", "far=10.0.0.77")])
-def test_a_folder_of_an_earlier_version_gets_a_metrics_key(
-    prfaas: Run, toy: list[object], change: tuple[str, ...]
-) -> None:
-    assert prfaas("init", "deploy", *toy, *HOSTS).code == 0
-    root = Path("deploy")
-    as_before_the_metrics_key(root)
-    before = load_host_config(root / "hosts/10.0.0.2/host.toml")
-    assert before.kvd.operator_key_file is not None and before.kvd.metrics_key_file is None
-    result = prfaas("init", "deploy", *change)
-    assert result.code == 0 and "metrics key" in result.err
-    gateway = root / "hosts/10.0.0.1"
-    (key,) = {file.read_bytes() for file in root.rglob("metrics.key")}
-    assert key != (gateway / "operator.key").read_bytes()
-    assert (root / "operator/metrics.key").exists() and mode(gateway / "metrics.key") == 0o600
-    for host in (root / "hosts").iterdir():
-        assert (host / "operator.key").exists() is (host == gateway)
-        for file in host.glob("host*.toml"):
-            found = load_host_config(file)
-            for section in (found.kvd, found.node):
-                assert section.operator_key_file is None
-                assert section.metrics_key_file == str(host / "metrics.key")
-            assert file.read_text().startswith("# mine") or "10.0.0.77" in str(host)
-    deployment = load_deployment(gateway / "deployment.toml").gateway
-    assert deployment.operator_key_file == "operator.key"
-    assert deployment.metrics_key_file == "metrics.key"
-    again = prfaas("init", "deploy", "--renew")
-    assert again.code == 0 and "metrics key" not in again.err
-    assert (root / "operator/metrics.key").read_bytes() == key
-
-
-@pytest.mark.parametrize("at", ["operator/metrics.key", "hosts/10.0.0.2/metrics.key"])
-def test_an_upgrade_that_was_interrupted_is_repeated(
-    prfaas: Run, toy: list[object], monkeypatch: pytest.MonkeyPatch, at: str
-) -> None:
-    assert prfaas("init", "deploy", *toy, *HOSTS).code == 0
-    root = Path("deploy")
-    as_before_the_metrics_key(root)
-    write = FileTree.write
-
-    def fail(tree: FileTree, name: str, content: bytes, *, secret: bool = False) -> None:
-        if name == at:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
-        write(tree, name, content, secret=secret)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(FileTree, "write", fail)
-        assert prfaas("init", "deploy", "--renew").code == 2
-    result = prfaas("init", "deploy", "--renew")
-    assert result.code == 0 and "metrics key" in result.err and "edited" not in result.err
-    assert load_deployment(root / "hosts/10.0.0.1/deployment.toml").gateway.metrics_key_file
-    assert len({file.read_bytes() for file in root.rglob("metrics.key")}) == 1
-    for host in (root / "hosts").iterdir():
-        assert (host / "operator.key").exists() is (host.name == "10.0.0.1")
-
-
-def test_a_host_whose_file_still_names_the_operator_key_keeps_it(
-    prfaas: Run, toy: list[object]
-) -> None:
-    assert prfaas("init", "deploy", *toy, *HOSTS).code == 0
-    root = Path("deploy")
-    as_before_the_metrics_key(root)
-    edited = [root / "hosts/10.0.0.2/host.toml", root / "hosts/10.0.0.1/deployment.toml"]
-    for file in edited:
-        file.write_text(file.read_text().replace('"operator.key"', '"./operator.key"'))
-    result = prfaas("init", "deploy", "--renew")
-    assert result.code == 0
-    assert [Path(line.strip()) for line in result.err.splitlines()[-2:]] == edited
-    found = load_host_config(edited[0])
-    for section in (found.kvd, found.node):
-        assert section.operator_key_file is not None
-        assert SharedKey.read(Path(section.operator_key_file)).sent

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from prfaas.security.certificates import CertificateSet, make_certificates
 from prfaas.security.tls import server_context
+from prfaas_lab.testing.certificates import CertificateSet, make_certificates
 from tests.cli.runner import Result
 from tests.secret_files import write_secret
 

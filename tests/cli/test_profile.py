@@ -1,13 +1,14 @@
-"""From a model on this machine to a plan: what `profile` writes, others read."""
+"""From a running node to a plan: what `profile` writes, others read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from prfaas.catalog import Catalog
+from prfaas.contracts.readiness import NodeReady
 from prfaas.engine.api import EngineJob, EngineLimits, Prefilled, Sampling
 from prfaas.engine.checkpoint.make import make_checkpoint
 from prfaas.engine.emulated import EmulatedEngine, EmulatedModel
@@ -16,6 +17,7 @@ from prfaas.planner.instance_times import prefill_profile
 from prfaas.planner.profile import DecodeStep
 from tests.cli.runner import Result
 from tests.engine.watching import Watched
+from tests.node.hosts import Process
 
 Run = Callable[..., Result]
 DEPLOYMENT = """
@@ -56,11 +58,21 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("profiled") / "tiny", "qwen3").directory
 
 
-def test_planner_and_emulated_engine_read_the_file(prfaas: Run, tiny: Path) -> None:
+@pytest.fixture(scope="module")
+def url(tiny: Path) -> Iterator[str]:
+    node = Process(
+        *("node", "--model", str(tiny), "--device", "cpu", "--set", "node.block_tokens=16"),
+        *("--", "--memory", "64MiB"),
+    )
+    yield node.ready(NodeReady).http
+    node.stop()
+
+
+def test_planner_and_emulated_engine_read_the_file(prfaas: Run, tiny: Path, url: str) -> None:
     out = tiny.parent / "profile.toml"
     arguments = ("--lengths", "16,48", "--cached", "32", "--batches", "1,2", "--rounds", "2")
     shown = prfaas(
-        "profile", "--model", tiny, *arguments, "--accelerator", "this-machine", "--out", out
+        "profile", "--url", url, *arguments, "--accelerator", "this-machine", "--out", out
     )
     assert shown.code == 0
     text = " ".join(shown.out.split())  # the width of the terminal decides where lines break
@@ -72,8 +84,8 @@ def test_planner_and_emulated_engine_read_the_file(prfaas: Run, tiny: Path) -> N
 
     catalog = Catalog.builtin().extended([out])
     record = catalog.profile("tiny", "this-machine", 1)
-    assert record is not None and record.provenance.startswith("measured: prfaas profile, 20")
-    assert "median of 2" in record.source and "torch" in record.engine
+    assert record is not None and record.provenance.startswith("measured: prfaas profile over ")
+    assert "median of 2" in record.source
     engine = EmulatedEngine(
         EmulatedModel(
             record.model,
@@ -91,10 +103,10 @@ def test_planner_and_emulated_engine_read_the_file(prfaas: Run, tiny: Path) -> N
         engine.close()
 
 
-def test_one_length_recalibrates_a_plan(prfaas: Run, tiny: Path) -> None:
+def test_one_length_recalibrates_a_plan(prfaas: Run, tiny: Path, url: str) -> None:
     out = tiny.parent / "one_length.toml"
     arguments = ("--lengths", "64", "--batches", "", "--rounds", "1", "--accelerator", "h20")
-    assert prfaas("profile", "--model", tiny, *arguments, "--out", out).code == 0
+    assert prfaas("profile", "--url", url, *arguments, "--out", out).code == 0
     text = DEPLOYMENT.replace("this-machine", "h20").replace("profile.toml", out.name)
     (tiny.parent / "on_h20.toml").write_text(text)
     plan = prfaas("plan", tiny.parent / "on_h20.toml", "--json").json
@@ -107,51 +119,25 @@ def test_one_length_recalibrates_a_plan(prfaas: Run, tiny: Path) -> None:
     assert corrected == [True, True, False]
 
 
-def test_json_and_a_config_without_weights(prfaas: Run, tiny: Path) -> None:
-    measured = prfaas(
-        "profile", "--model", tiny / "config.json", "--lengths", "8,24", "--batches", "1",
-        "--rounds", "1", "--device", "cpu", "--json",
-    ).json  # fmt: skip
-    assert measured["model"] == "tiny" and measured["status"] == "measured"
-    assert [point["new"] for point in measured["prefill"]] == [8, 24]
-    # 8 layers of 2 heads of 16, keys and values, float32
-    assert [point["kv_bytes"] for point in measured["prefill"]] == [8 * 2048, 24 * 2048]
-    for point in measured["prefill"]:
-        gbps = point["kv_bytes"] * 8 / point["t_prefill_s"] / 1e9
-        assert point["phi_kv_gbps"] == pytest.approx(gbps)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--lengths", "1K,2K"), "--lengths: '1K,2K' is not a list of numbers"),
-        (("--lengths", "64,40000"), "40000 tokens are more than the model's 32768"),
         (("--rounds", "0"), "--rounds: 0"),
-        (("--device", "abacus"), "use cpu, cuda or cuda:N"),
         (("--out", "nowhere/at/all.toml"), "nowhere/at: no such directory"),
     ],
 )
-def test_mistakes_are_one_line(
-    prfaas: Run, tiny: Path, arguments: tuple[str, ...], message: str
-) -> None:
-    result = prfaas("profile", "--model", tiny, *arguments)
+def test_mistakes_are_one_line(prfaas: Run, arguments: tuple[str, ...], message: str) -> None:
+    result = prfaas("profile", "--url", "http://127.0.0.1:9", *arguments)
     assert result.code == 2
     assert message in result.err.splitlines()[-1] and not result.out
-
-
-def test_no_such_model(prfaas: Run, tmp_path: Path) -> None:
-    result = prfaas("profile", "--model", tmp_path / "gone")
-    assert result.code == 2 and "no such directory" in result.err
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "exactly one of --model, --url and --estimate"),
-        (
-            ("--url", "http://127.0.0.1:9", "--model", "x"),
-            "exactly one of --model, --url and --estimate",
-        ),
+        ((), "exactly one of --url and --estimate"),
+        (("--url", "http://127.0.0.1:9", "--estimate", "x"), "exactly one of --url and --estimate"),
         (("--url", "http://127.0.0.1:9"), "--accelerator: required with --url"),
         (
             ("--url", "http://127.0.0.1:9", "--accelerator", "h20"),

@@ -18,10 +18,6 @@ from prfaas.contracts import kv_transfer_params, kvd_api
 from prfaas.contracts.kv_transfer_params import RequestParams, ResponseParams
 from prfaas.kvd.engine_socket.messages import (
     FrameReader,
-    InvalidCall,
-    Ready,
-    Register,
-    Registered,
     SegmentName,
     decode_answer,
     decode_call,
@@ -152,37 +148,6 @@ def test_engine_socket(message: tuple[str, str, str]) -> None:
     (body,) = FrameReader().feed(data)
     decode = decode_call if direction == "engine to kvd" else decode_answer
     assert frame(decode(body)) == data
-
-
-@pytest.mark.parametrize("message", recorded("earlier_engine_socket.jsonl"))
-def test_engine_socket_messages_of_an_earlier_version_are_read(
-    message: tuple[str, str, str],
-) -> None:
-    """Without heads, a group is written as a whole, and a kvd does not know shares of heads."""
-    direction, name, text = message
-    (body,) = FrameReader().feed(bytes.fromhex(text))
-    if direction == "kvd to engine":
-        answer = decode_answer(body).answer
-        assert isinstance(answer, Registered)
-        assert not answer.head_shares and not answer.keeps_answers
-        return
-    call = decode_call(body).call
-    assert not isinstance(call, InvalidCall), call
-    if isinstance(call, Register):
-        assert {shape.heads for shape in call.groups} == {1}
-    else:
-        assert isinstance(call, Ready) and name == "ready"
-        assert [segment.share[1] for segment in call.segments] == [None, None]
-
-
-@pytest.mark.parametrize("message", recorded("earlier_kvd_api.jsonl"))
-def test_kvd_api_bodies_of_an_earlier_version_are_read(message: tuple[str, str]) -> None:
-    name, text = message
-    decoded = msgspec.json.decode(text, type=KVD_API[name])
-    report = decoded.report if isinstance(decoded, kvd_api.Heartbeat) else decoded
-    assert report.pool is not None
-    assert {shape.heads for shape in report.pool.groups} == {1}
-    assert report.records is None, "an earlier kvd keeps none"
 
 
 def test_values_of_a_later_version_at_the_end_of_an_array_are_ignored() -> None:

@@ -225,7 +225,7 @@ async def _repeat(doing: Callable[[], Any]) -> None:
 @asynccontextmanager
 async def observed_deployment(folder: Path) -> AsyncIterator[ObservedDeployment]:
     case = ROOT / "configs" / "case_study.toml"
-    ready, _ = prepare_fault_deployment("emulated", case, folder, folder / "cache", print)
+    ready, _ = await prepare_fault_deployment("emulated", case, folder, folder / "cache", print)
     tenants = {HOSTILE_TENANT: TenantSection(max_in_flight=1)}
     section = msgspec.structs.replace(ready.deployment.gateway, tenants=tenants)
     deployment = msgspec.structs.replace(ready.deployment, gateway=section)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prfaas.engine.memory import MemorySegments, ScratchSink
+from prfaas.engine.memory import MemorySegments
 from prfaas.errors import EngineError, InputError
 from prfaas.kvspec import FullAttention, KVSpec, LinearState, Segment
 
@@ -49,23 +49,13 @@ def test_carried_elsewhere() -> None:
     assert copy.dump() == state.dump()
 
 
-def test_scratch_memory_is_used_again() -> None:
-    sink = ScratchSink(SPEC, 10)
-    for start in range(0, 12, 4):
-        segment = Segment("full0", 0, start, start + 4)
-        (view,) = sink.buffers(segment)
-        assert view.nbytes == 8
-        sink.ready(segment)
-    assert sink.nbytes == 24
-
-
 def test_a_share_of_the_heads_is_not_the_segment() -> None:
     spec = KVSpec((FullAttention("full0", (0,), 8, heads=4),))
     segment = Segment("full0", 0, 0, 4)
-    for sink in (MemorySegments(spec), ScratchSink(spec, 32)):
-        sink.buffers(segment)
-        with pytest.raises(InputError, match="write whole segments"):
-            sink.ready(segment, range(2))
-        assert sink.nbytes == 0
-        sink.ready(segment, range(4))
-        assert sink.nbytes == 32
+    sink = MemorySegments(spec)
+    sink.buffers(segment)
+    with pytest.raises(InputError, match="write whole segments"):
+        sink.ready(segment, range(2))
+    assert sink.nbytes == 0
+    sink.ready(segment, range(4))
+    assert sink.nbytes == 32

@@ -7,7 +7,7 @@ from tests.waiting import PATIENCE_S
 
 SCRIPT = """
 import sys
-import prfaas.cli.model, prfaas.cli.profile, prfaas.engine.emulated, prfaas.engine.profiling
+import prfaas.cli.model, prfaas.cli.profile, prfaas.engine.emulated
 print({"torch", "transformers"} & set(sys.modules))
 """
 

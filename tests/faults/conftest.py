@@ -68,10 +68,11 @@ async def sockets(deployment: FaultDeployment) -> dict[str, int]:
 
 
 def make_setup(engine: FaultEngine, folder: Path, file: Path = CASE_STUDY) -> Iterator[FaultSetup]:
-    ready, lengths = prepare_fault_deployment(engine, file, folder, folder / "cache", print)
     # Not async fixtures and tests: the deployment outlives a test, and so does the event loop that
     # watches its processes.
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        preparing = prepare_fault_deployment(engine, file, folder, folder / "cache", print)
+        ready, lengths = runner.run(preparing)
         started = launched_fault_deployment(
             ready.deployment, ready.engines, folder, attached_prefix(), print
         )

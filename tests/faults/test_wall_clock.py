@@ -16,7 +16,6 @@ from tests.test_architecture import FILES, LAB_FILES, LABORATORY, SOURCE
 PRINTS = "import time; print(time.time(), time.time_ns() / 1e9, time.monotonic())"
 # What shows a date to people or to other programs, or is about dates.
 SHOWN = {
-    "cli/certs.py",  # validity
     "cli/profile.py",  # when a profile was measured
     "gateway/api/app.py",  # `created` of a model
     "gateway/console/feed.py",  # the time of a scene

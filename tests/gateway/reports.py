@@ -11,6 +11,7 @@ from prfaas.contracts.kvd_api import (
     Role,
     shapes_of,
 )
+from prfaas.contracts.openai_fields import Endpoint, known_fields
 from prfaas.gateway.client.node_client import Card, Load
 from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.fleet.member import Member
@@ -21,6 +22,9 @@ SPEC = KVSpec((FullAttention("full", (0, 1), 64), LinearState("state", (2, 3), 2
 NATIVE_SPEC = KVSpec((FullAttention("blocks", (0, 1), 80), LinearState("slots", (2, 3), 320)))
 NATIVE_BLOCK = 16
 IDLE = Load(0, 0)
+ENDPOINTS: tuple[Endpoint, Endpoint] = ("completions", "chat")
+# Of a `prfaas node`.
+NODE_CARD = Card("m", None, {endpoint: known_fields(endpoint) for endpoint in ENDPOINTS})
 
 
 def compat(revision: str = "1") -> Compat:
@@ -90,7 +94,7 @@ def add_native(fleet: Fleet, *nodes: NodeId, layout: str = "vllm-a") -> None:
 
 def appear(fleet: Fleet, member: Member, name: str, now_s: float) -> None:
     """The member's kvd and engine answer."""
-    fleet.record_card(member, Card("m", None, ours=True))
+    fleet.record_card(member, NODE_CARD)
     fleet.record_report(member, report(name))
     load(fleet, member, IDLE, now_s)
 

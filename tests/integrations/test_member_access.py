@@ -14,7 +14,7 @@ from prfaas.integrations.vllm.member_access import MemberAccess
 from prfaas_lab.testing import FakeClock
 from tests.secret_files import write_secret
 
-OLD, NEW, OPERATOR, METRICS = "o" * 32, "n" * 32, "p" * 32, "m" * 32
+OLD, NEW, METRICS = "o" * 32, "n" * 32, "m" * 32
 
 
 async def serve(scope: Any, receive: Any, send: Any) -> None:
@@ -26,11 +26,9 @@ async def serve(scope: Any, receive: Any, send: Any) -> None:
 @pytest.fixture
 def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_secret(tmp_path / "member.key", f"{OLD}\n")
-    write_secret(tmp_path / "operator.key", f"{OPERATOR}\n")
     write_secret(tmp_path / "metrics.key", f"{METRICS}\n")
     (tmp_path / "leaving").touch()  # of an earlier server
     monkeypatch.setenv(member_access.MEMBER_KEY_FILE, str(tmp_path / "member.key"))
-    monkeypatch.setenv(member_access.OPERATOR_KEY_FILE, str(tmp_path / "operator.key"))
     monkeypatch.setenv(member_access.METRICS_KEY_FILE, str(tmp_path / "metrics.key"))
     monkeypatch.setenv(member_access.LEAVING_FILE, str(tmp_path / "leaving"))
     return tmp_path
@@ -60,8 +58,7 @@ def test_each_key_opens_its_paths(keys: Path) -> None:
     for path in ("/v1/completions", "/metrics", "/v1/models", "/tokenize"):
         assert status(access, path) == 401
         assert status(access, path, OLD) == 200
-        for key in (METRICS, OPERATOR):
-            assert status(access, path, key) == (200 if path == "/metrics" else 401)
+        assert status(access, path, METRICS) == (200 if path == "/metrics" else 401)
         assert status(access, path, "x") == 401
 
 

@@ -16,8 +16,8 @@ import pytest
 from prfaas.contracts.kvd_api import PushPrefix
 from prfaas.errors import TransferFailed
 from prfaas.kvspec import Segment, segment_bytes
-from prfaas.security.certificates import make_certificates
 from prfaas.security.tls import TlsFiles, TlsIdentity
+from prfaas_lab.testing.certificates import make_certificates
 from tests.cache.builders import SPECS
 from tests.kvd.hosts import (
     COMPAT,

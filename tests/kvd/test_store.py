@@ -46,7 +46,7 @@ def _with_heads(heads: int) -> KVSpec:
 async def test_an_engine_that_names_no_heads_shares_a_pool_with_one_that_does(
     first: int, second: int
 ) -> None:
-    """An engine of an earlier version names no heads; the bytes are the same."""
+    """An engine that writes whole layers names no heads; the bytes are the same."""
     made = Store(NodeId("pool"), StoreOptions(memory_bytes=MEMORY_BYTES), EventLog("instance"))
     before = made.register(Register("a", shapes_of(_with_heads(first)), BLOCK, COMPAT))
     after = made.register(Register("b", shapes_of(_with_heads(second)), BLOCK, COMPAT))

@@ -152,21 +152,6 @@ def test_a_copy_of_a_prefix_has_its_transfer_below_it(pair: tuple[Host, Host]) -
     assert pulled.attributes[NBYTES] == received.attributes[NBYTES]
 
 
-def test_a_grant_of_an_earlier_kvd_has_no_trace_and_is_sent(pair: tuple[Host, Host]) -> None:
-    """And so has one that a gateway of an earlier version asked for."""
-    here, there = pair
-    with here.engine() as prefill, there.engine():
-        grant = there.grant(PROMPT)
-        assert grant.traceparent is None
-        earlier = msgspec.to_builtins(grant)
-        del earlier["traceparent"]
-        grant = msgspec.convert(earlier, Grant)
-        lease = begun(prefill.begin(names(PROMPT), len(PROMPT), grant=grant))
-        fill(lease, PROMPT)
-        lease.commit()
-        assert there.settled(grant)["state"] == "committed"
-
-
 @pytest.mark.parametrize("text", ["x", "00-" + "0" * 32 + "-" + "1" * 16 + "-01", "y" * 100_000])
 def test_a_grant_with_a_trace_that_is_none_is_sent(pair: tuple[Host, Host], text: str) -> None:
     here, there = pair

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -13,15 +16,22 @@ from prfaas.launch import preparation
 from prfaas.launch.preparation import LaunchOptions, tiny_deployment
 from tests.waiting import PATIENCE_S
 
+URL = "http://engine"
+
 
 class Made:
-    """Stands for `prfaas model make` and `prfaas profile`, and counts them."""
+    """Stands for `prfaas model make`, the engine and `prfaas profile`, and counts the commands."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.commands: list[str] = []
         self.measuring = threading.Event()
         self.go_on = threading.Event()
         monkeypatch.setattr(preparation, "_prfaas", self._run)
+        monkeypatch.setattr(preparation, "single_engine", self._engine)
+
+    @asynccontextmanager
+    async def _engine(self, *_: object) -> AsyncIterator[str]:
+        yield URL
 
     def _run(self, *arguments: str) -> None:
         self.commands.append(arguments[0])
@@ -30,6 +40,7 @@ class Made:
             folder.mkdir()
             (folder / "config.json").write_text("{}")
         else:
+            assert arguments[1:3] == ("--url", URL)
             self.measuring.set()
             assert self.go_on.wait(PATIENCE_S), "the test forgot the profile"
             Path(arguments[arguments.index("--out") + 1]).write_text("")
@@ -51,7 +62,7 @@ def test_one_process_makes_the_model_and_the_others_wait_for_it(
     threads = [
         threading.Thread(
             target=lambda: found.append(
-                tiny_deployment(tmp_path / "cache", LaunchOptions("hf"), say)[1]
+                asyncio.run(tiny_deployment(tmp_path / "cache", LaunchOptions("hf"), say))[1]
             )
         )
         for _ in range(3)
@@ -64,22 +75,22 @@ def test_one_process_makes_the_model_and_the_others_wait_for_it(
         thread.join(PATIENCE_S)
     assert made.commands == ["model", "profile"]
     assert len(found) == 3 and len(set(found)) == 1 and found[0].is_file()
-    tiny_deployment(tmp_path / "cache", LaunchOptions("hf"), say)  # nothing is made again
+    asyncio.run(tiny_deployment(tmp_path / "cache", LaunchOptions("hf"), say))  # nothing again
     assert made.commands == ["model", "profile"]
 
 
-def test_a_lock_that_is_never_given_back_is_an_error(
+async def test_a_lock_that_is_never_given_back_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Made(monkeypatch)
     monkeypatch.setattr(preparation, "MAKE_S", 0.0)
     lock = tmp_path / "tiny-kimi-linear.lock"
-    with preparation._exclusive(lock, lambda what: None):
+    async with preparation._exclusive(lock, lambda what: None):
         with pytest.raises(InputError, match="another process has held the lock"):
-            tiny_deployment(tmp_path, LaunchOptions("hf"), lambda what: None)
+            await tiny_deployment(tmp_path, LaunchOptions("hf"), lambda what: None)
 
 
-def test_a_killed_holder_gives_the_lock_back(tmp_path: Path) -> None:
+async def test_a_killed_holder_gives_the_lock_back(tmp_path: Path) -> None:
     lock = tmp_path / "one.lock"
     spawn = multiprocessing.get_context("spawn")
     taken = spawn.Event()
@@ -90,11 +101,14 @@ def test_a_killed_holder_gives_the_lock_back(tmp_path: Path) -> None:
     finally:
         holder.kill()
         holder.join(PATIENCE_S)
-    with preparation._exclusive(lock, lambda what: None):
+    async with preparation._exclusive(lock, lambda what: None):
         pass
 
 
 def _hold(lock: Path, taken: object) -> None:
-    with preparation._exclusive(lock, lambda what: None):
-        taken.set()  # type: ignore[attr-defined]
-        threading.Event().wait(PATIENCE_S)
+    async def hold() -> None:
+        async with preparation._exclusive(lock, lambda what: None):
+            taken.set()  # type: ignore[attr-defined]
+            await asyncio.sleep(PATIENCE_S)
+
+    asyncio.run(hold())

@@ -15,10 +15,10 @@ from prfaas.catalog import Accelerator, DecodePoint, PrefillPoint, ProfileRecord
 from prfaas.catalog.write import profile_toml
 from prfaas.clock import MonotonicClock
 from prfaas.contracts.readiness import NodeReady
-from prfaas.engine.profiling import MeasuredProfile
 from prfaas.errors import InputError
 from prfaas.measure.client import Target, TimedResponse, connect
 from prfaas.measure.http_profile import HttpProfiler
+from prfaas.measure.measured_profile import MeasuredProfile
 from prfaas.measure.prompts import PromptGenerator
 from tests.node.hosts import Process
 

@@ -16,12 +16,12 @@ from prfaas.measure.path_check import PathReport, check_path, steps, suggest_fix
 from prfaas.measure.path_limit import LIMITS
 from prfaas.measure.rate_process import Listening, ListenJob, RateProcess, TlsPaths
 from prfaas.measure.rates import MeasuredRate
-from prfaas.security.certificates import CertificateSet, make_certificates
 from prfaas.security.tls import server_context
 from prfaas.transport.listener import Listener, ListenerOptions
 from prfaas.transport.messages import HELLO
 from prfaas.wan.path import Conditions
 from prfaas.wan.relay import Relay
+from prfaas_lab.testing.certificates import CertificateSet, make_certificates
 from tests.transport.ends import nothing_leaks
 from tests.waiting import PATIENCE_S
 

@@ -53,6 +53,7 @@ from prfaas.contracts.kvd_api import (
     shapes_of,
 )
 from prfaas.contracts.openai import Error, ErrorBody
+from prfaas.contracts.openai_fields import known_fields
 from prfaas.kvd.events import EventLog
 from prfaas.kvd.planning_lease import decide, first_promise
 from prfaas.kvd.planning_records import PlanningRecords
@@ -308,7 +309,7 @@ class Host:
             "id": MODEL,
             "object": "model",
             "max_model_len": 1 << 20,
-            "prfaas": {"kvd_url": self.url},
+            "prfaas": {"kvd_url": self.url, "serves": _SERVES},
         }
         self._forget()
 
@@ -686,6 +687,7 @@ _PATHS: dict[tuple[str, str], _Handler] = {
 }
 _LAYER_BYTES = 50  # of a token
 _GROUP = "full"
+_SERVES = {"completions": sorted(known_fields("completions")), "chat": sorted(known_fields("chat"))}
 _SPEC = KVSpec((FullAttention(_GROUP, (0, 1), _LAYER_BYTES),))
 _SHAPES = shapes_of(_SPEC)
 _COMPAT = Compat(MODEL, "stand-in", "bfloat16", "float32", BLOCK_TOKENS, "canonical")

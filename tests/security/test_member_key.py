@@ -43,8 +43,8 @@ def test_a_request_without_the_key_is_refused(tmp_path: Path, headers: dict[str,
 
 
 def test_the_metrics_key_opens_the_metrics_only(tmp_path: Path) -> None:
-    keys = [SharedKey(["a-key-for-prometheus"])]
-    with kvd(tmp_path, member_key=SharedKey([KEY]), for_metrics=keys) as host, host.engine():
+    metrics = SharedKey(["a-key-for-prometheus"])
+    with kvd(tmp_path, member_key=SharedKey([KEY]), metrics_key=metrics) as host, host.engine():
         given = bearer("a-key-for-prometheus")
         assert host.get("/metrics", given)[0] == 200
         for path in ("/v1/stats", "/v1/events", "/v1/role"):

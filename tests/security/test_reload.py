@@ -18,10 +18,10 @@ from aiohttp import web
 from prfaas.errors import ConnectionLost, InputError
 from prfaas.http_client.client import HttpClient, open_client
 from prfaas.listening import listen, service_url
-from prfaas.security.certificates import CertificateSet, make_certificates
 from prfaas.security.reload import FileWatch, defer_hangup, reloading
 from prfaas.security.shared_key import SharedKey
 from prfaas.security.tls import SERVICE_NAME, TlsFiles, TlsIdentity, trust_context
+from prfaas_lab.testing.certificates import CertificateSet, make_certificates
 from tests.secret_files import write_secret
 from tests.waiting import HANG_S, wait_until
 

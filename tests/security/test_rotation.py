@@ -20,8 +20,8 @@ import msgspec
 import pytest
 
 from prfaas.contracts.readiness import GatewayReady, KvdReady, NodeReady
-from prfaas.security.certificates import CertificateSet, make_certificates
 from prfaas.security.tls import client_context
+from prfaas_lab.testing.certificates import CertificateSet, make_certificates
 from tests.gateway.backends import MODEL, THRESHOLD, deployment, prompt, written
 from tests.gateway.conftest import QUICK
 from tests.node.hosts import Process
@@ -61,7 +61,7 @@ class Secrets:
 
     def use(self, made: CertificateSet) -> None:
         for name in ("server.pem", "server.key", "client.pem", "client.key"):
-            shutil.copy(made.folder / name, self.folder / name)
+            shutil.copy(made.ca.parent / name, self.folder / name)
 
     def flags(self, section: str) -> list[str]:
         """Of a kvd or a node."""

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from prfaas.errors import InputError
-from prfaas.security.certificates import make_certificates
 from prfaas.security.secret_file import MAX_KEYS, read_secrets
 from prfaas.security.shared_key import SharedKey
 from prfaas.security.tls import server_context
+from prfaas_lab.testing.certificates import make_certificates
 from tests.secret_files import write_secret
 
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import pytest
 
 from prfaas.errors import InputError
-from prfaas.security.certificates import CertificateSet, make_certificates
 from prfaas.security.tls import SERVICE_NAME, client_context, server_context
+from prfaas_lab.testing.certificates import CertificateSet, make_certificates
 from tests.secret_files import write_secret
 from tests.waiting import PATIENCE_S
 
@@ -133,7 +133,7 @@ def test_a_client_cannot_pose_as_a_server(certificates: CertificateSet) -> None:
 @pytest.fixture
 def expired(tmp_path: Path) -> CertificateSet:
     long_ago = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=10)
-    return make_certificates(tmp_path, valid=datetime.timedelta(days=1), now=long_ago)
+    return make_certificates(tmp_path, days=1, now=long_ago)
 
 
 def test_an_expired_server_is_refused(expired: CertificateSet) -> None:

@@ -15,10 +15,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from prfaas.security.certificates import CertificateSet, make_certificates
 from prfaas.security.tls import client_context, server_context
 from prfaas.service.bounded_site import FIRST_REQUEST_S, GONE_S, BoundedSite, Connections
 from prfaas.service.connections import Bounds, ConnectionTable, Reason
+from prfaas_lab.testing.certificates import CertificateSet, make_certificates
 from tests.waiting import HANG_S, PATIENCE_S
 
 SOON_S = 0.2

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from prfaas.security.certificates import make_certificates
+from prfaas_lab.testing.certificates import make_certificates
 from tests.benches import bench
 
 transport = bench("transport")

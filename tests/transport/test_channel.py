@@ -12,9 +12,9 @@ import pytest
 
 from prfaas.clock import MonotonicClock
 from prfaas.errors import ConnectionLost
-from prfaas.security.certificates import CertificateSet, make_certificates
 from prfaas.security.tls import SERVICE_NAME, client_context, server_context
 from prfaas.transport.channel import TICK_S, Channel
+from prfaas_lab.testing.certificates import CertificateSet, make_certificates
 from prfaas_lab.testing.clock import FakeClock
 
 SILENCE_S = 10.0

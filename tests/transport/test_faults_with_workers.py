@@ -24,7 +24,6 @@ from weakref import WeakKeyDictionary
 import pytest
 
 from prfaas.security import tls
-from prfaas.security.certificates import make_certificates
 from prfaas.security.tls import SERVICE_NAME, TlsContents, TlsFiles, TlsIdentity
 from prfaas.transport.buffers import FileSlice
 from prfaas.transport.link import LinkOptions, Transfer, TransferLink
@@ -32,6 +31,7 @@ from prfaas.transport.listener import Listener
 from prfaas.transport.messages import Manifest
 from prfaas.transport.workers.pool import WorkerPool
 from prfaas.types import Grant
+from prfaas_lab.testing.certificates import make_certificates
 from tests.transport import (
     ends,
     test_dead_peers,

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from prfaas.errors import ConnectionLost, TransferFailed
-from prfaas.security.certificates import CertificateSet, make_certificates
 from prfaas.security.tls import SERVICE_NAME, client_context, server_context
 from prfaas.transport.channel import connect
 from prfaas.transport.link import LinkOptions, TransferLink
 from prfaas.transport.listener import Listener, ListenerOptions
+from prfaas_lab.testing.certificates import CertificateSet, make_certificates
 from tests.transport.ends import (
     Owner,
     expect,

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from prfaas.security.certificates import make_certificates
 from prfaas.security.tls import server_context
 from prfaas.transport.grants import new_grant, transfer_key
 from prfaas.transport.link import TransferLink
@@ -27,6 +26,7 @@ from prfaas.transport.wire import (
 )
 from prfaas.types import Grant
 from prfaas_lab.testing import FakeClock
+from prfaas_lab.testing.certificates import make_certificates
 from tests.transport.ends import Owner, expect, nothing_leaks, segments, send
 from tests.transport.raw_peer import GREETING, Raw, manifest
 from tests.waiting import PATIENCE_S, wait_until

@@ -157,7 +157,7 @@ def soak(
         actors=(actors or ACTORS) if hostile else (),
         only=only,
     )
-    ready, lengths = prepare_fault_deployment(engine, file, folder, CACHE, say)
+    ready, lengths = asyncio.run(prepare_fault_deployment(engine, file, folder, CACHE, say))
     choose_faults(only, len(ready.deployment.of_kind("pd")))  # raises before any process is started
 
     async def run() -> SoakReport:

@@ -47,10 +47,7 @@ class Credentials:
     @property
     def member_options(self) -> list[str]:
         """Options of `prfaas kvd` and `prfaas node`."""
-        return [
-            *("--member-key-file", str(self._file("member"))),
-            *("--operator-key-file", str(self._file("operator"))),
-        ]
+        return ["--member-key-file", str(self._file("member"))]
 
     def with_keys(self, deployment: Deployment) -> Deployment:
         """The deployment whose gateways require these keys."""

@@ -39,7 +39,7 @@ SSD_SIZE = "16MiB"
 WORKERS = 1  # of each kvd: faults strike workers, too, and there are few cores
 
 
-def prepare_fault_deployment(
+async def prepare_fault_deployment(
     engine: FaultEngine, file: Path | None, folder: Path, cache: Path, say: Callable[[str], None]
 ) -> tuple[LaunchPlan, Lengths]:
     """`file`: deployment whose clusters are made small; None: `EMULATED_FILE`, which only emulated
@@ -55,7 +55,7 @@ def prepare_fault_deployment(
         lengths = EMULATED
     else:
         names = None if file is None else load_deployment(file)
-        tiny, file = tiny_deployment(cache, options, say)
+        tiny, file = await tiny_deployment(cache, options, say)
         if names is not None and _has_several(names):
             deployment = tiny_clusters(names, tiny)
         else:

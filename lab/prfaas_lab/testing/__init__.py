@@ -1,4 +1,5 @@
-"""Test doubles, networks with loss, and vLLM servers, for tests and benchmarks."""
+"""Test doubles, networks with loss, vLLM servers and engines without a server, for tests and
+benchmarks."""
 
 from prfaas_lab.testing.clock import FakeClock
 

@@ -29,13 +29,8 @@ from prfaas.studies.advice_market import MarketStudy, Offer
     type=click.Path(path_type=Path, dir_okay=False),
     help="Write the recommended deployment to this file, for prfaas plan and simulate.",
 )
-@click.option(
-    "--plot", type=click.Path(path_type=Path, file_okay=False), help="Folder to write plots to."
-)
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
-def advise(
-    question: Path | None, write: Path | None, plot: Path | None, as_json: bool, **flags: Any
-) -> None:
+def advise(question: Path | None, write: Path | None, as_json: bool, **flags: Any) -> None:
     """Find the hardware for a model and its traffic, and say whether PrfaaS is worth it.
 
     Give a budget to get the largest rate, or a rate to get the least cost. "Here" is the site of
@@ -67,24 +62,17 @@ def advise(
     offer = MarketStudy(file, parsed).offer()
     answer = answer_to(offer.market, _progress)
 
-    written: list[Path] = []
     if write is not None:
         write.write_text(option_toml(answer.best.option, parsed, file.parent, write), "utf-8")
-        written.append(write)
-    if plot is not None:
-        # The import is here because matplotlib is an optional dependency and slow to import.
-        from prfaas.display.advise_plots import options_plot
-
-        written.append(options_plot(plot, answer))
     if as_json:
-        print_json(_report(answer, offer, written))
+        print_json(_report(answer, offer, write))
         return
     out = console()
     out.print(options_table(answer, parsed.model.name))
     out.print(verdict(answer))
     out.print(notes(answer, offer))
-    for path in written:
-        out.print(f"wrote {path}{_what_was_written(answer) if path == write else ''}")
+    if write is not None:
+        out.print(f"wrote {write}{_what_was_written(answer)}")
 
 
 def _what_was_written(answer: Answer) -> str:
@@ -99,7 +87,7 @@ def _progress(pairs: Sequence[Pair]) -> Iterable[Pair]:
     return with_progress(pairs, "hardware")
 
 
-def _report(answer: Answer, offer: Offer, written: list[Path]) -> dict[str, Any]:
+def _report(answer: Answer, offer: Offer, written: Path | None) -> dict[str, Any]:
     return {
         **answer_as_dict(answer),
         "prices": {
@@ -107,5 +95,5 @@ def _report(answer: Answer, offer: Offer, written: list[Path]) -> dict[str, Any]
             for price in offer.prices
         },
         "left_out": {left.accelerator: left.reason for left in offer.left_out},
-        "written": [str(path) for path in written],
+        "written": [] if written is None else [str(written)],
     }

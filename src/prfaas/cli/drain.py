@@ -235,7 +235,7 @@ def requests_left(nodes: list[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def is_kept(state: Mapping[str, Any], cluster: str) -> bool:
-    """Whether the kvds keep the order. Gateways of earlier versions do not say, and tell others."""
+    """Whether the kvds keep the order."""
     entries = [one for one in state.get("clusters", []) if one.get("cluster") == cluster]
     return all(entry.get("order_kept", True) for entry in entries)
 

@@ -53,6 +53,11 @@ _POLICIES = ("paper", "adaptive", "local", "remote")
 )
 @click.option("--advise", is_flag=True, help="Show plans, but keep threshold and roles.")
 @click.option("--console", is_flag=True, help="Serve the console, a page for browsers, at /.")
+@click.option(
+    "--operator-key-file",
+    metavar="FILE",
+    help="File with the key that opens the operator's paths.",
+)
 @security_options
 @otlp_endpoint_option
 @log_level_option
@@ -66,8 +71,8 @@ def gateway(
     policy: str | None,
     advise: bool,
     console: bool,
-    member_key_file: str | None,
     operator_key_file: str | None,
+    member_key_file: str | None,
     metrics_key_file: str | None,
     tls_ca: str | None,
     tls_cert: str | None,

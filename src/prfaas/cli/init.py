@@ -308,20 +308,11 @@ def init(
 
 def _change(folder: Path, added_host: str | None, *, as_json: bool) -> None:
     """Adds a host to a deployment, or renews the certificates of all hosts."""
-    from prfaas.launch.new_deployment.folder import (
-        add_host,
-        files_to_edit,
-        has_metrics_key,
-        read_answers,
-        renew_certificates,
-    )
+    from prfaas.launch.new_deployment.folder import add_host, renew_certificates
 
-    is_upgraded = not has_metrics_key(folder, read_answers(folder))
     if added_host is None:
         answers = renew_certificates(folder)
         _show_renewed(folder, answers, as_json=as_json)
-        if is_upgraded:
-            _show_upgraded(files_to_edit(folder, answers))
         return
     cluster, equals, host = added_host.partition("=")
     if not equals:
@@ -330,27 +321,6 @@ def _change(folder: Path, added_host: str | None, *, as_json: bool) -> None:
         )
     answers, added = add_host(folder, cluster.strip(), parse_host(host, "--add-host"))
     _show(_summary(folder, answers, [added]), as_json=as_json, is_new=False)
-    if is_upgraded:
-        _show_upgraded(files_to_edit(folder, answers))
-
-
-def _show_upgraded(files_to_edit: Sequence[Path]) -> None:
-    """On standard error, so that it is told beside JSON, too."""
-    click.echo(
-        "\nThe deployment is of an earlier version, and has got a metrics key now, which opens "
-        "/metrics only.\nCopy the folder of every host again, remove operator.key from hosts "
-        "other than the gateway's, restart their\nprocesses, and give Prometheus "
-        "operator/metrics.key.",
-        err=True,
-    )
-    if files_to_edit:
-        click.echo(
-            "\nThese files do not name the metrics key, because they were edited. Before you copy "
-            'them, write metrics_key_file =\n"metrics.key" there, in a host file instead of '
-            "operator_key_file. Hosts whose files name operator.key keep it.\n"
-            + "\n".join(f"  {file}" for file in files_to_edit),
-            err=True,
-        )
 
 
 def _refuse_other_options(ctx: click.Context) -> None:

@@ -13,7 +13,6 @@ from prfaas.cli.shared_options import (
     log_level_option,
     otlp_endpoint_option,
     read_key,
-    read_keys,
     security_options,
     set_option,
 )
@@ -81,7 +80,6 @@ def kvd(
     cluster: str | None,
     gateways: tuple[str, ...],
     member_key_file: str | None,
-    operator_key_file: str | None,
     metrics_key_file: str | None,
     tls_ca: str | None,
     tls_cert: str | None,
@@ -114,7 +112,6 @@ def kvd(
         "kvd.cluster": cluster,
         "kvd.gateways": gateways,
         "kvd.member_key_file": member_key_file,
-        "kvd.operator_key_file": operator_key_file,
         "kvd.metrics_key_file": metrics_key_file,
         "kvd.insecure": insecure,
         "kvd.tls.ca": tls_ca,
@@ -151,7 +148,7 @@ def _options(section: KvdSection) -> KvdOptions:
         gateways=section.gateways,
         tls=load_identity(section.tls, "kvd.tls"),
         member_key=read_key(section.member_key_file),
-        for_metrics=read_keys(section.metrics_key_file, section.operator_key_file),
+        metrics_key=read_key(section.metrics_key_file),
         peers=section.peers,
         insecure=section.insecure,
         store=StoreOptions(

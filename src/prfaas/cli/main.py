@@ -13,7 +13,7 @@ import click
 from prfaas import __version__
 from prfaas.errors import CaseFailed, InputError
 
-# A command is imported when it is called: `prfaas certs` does not wait for the import of scipy.
+# A command is imported when it is called: `prfaas probe` does not wait for the import of scipy.
 COMMANDS = {
     "demo": "Show the whole system in three minutes: plan, serve, cut the WAN, compare.",
     "up": "Start a whole deployment on this machine, with an emulated WAN.",
@@ -21,7 +21,7 @@ COMMANDS = {
     "plan": "Find the best threshold and split of a deployment and compare three baselines.",
     "advise": "Find the hardware for a model and its traffic; is PrfaaS worth it?",
     "simulate": "Simulate a deployment under a trace or random traffic.",
-    "profile": "Measure prefill times, KV sizes and decode steps of a model or a server.",
+    "profile": "Measure prefill times and decode steps of a server, or estimate them.",
     "gateway": "Run the gateway: one OpenAI endpoint for all clusters of a deployment.",
     "drain": "Take a cluster out of use without a failed request, and back into use.",
     "trace": "Follow one request through gateway, nodes and kvds, and name what took long.",
@@ -33,7 +33,6 @@ COMMANDS = {
     "init": "Write the files of a deployment: host files, keys, certificates; print its commands.",
     "render": "Write Kubernetes manifests of a deployment, with keys and certificates.",
     "probe": "Ask a service whether it is alive or ready, as orchestrators do.",
-    "certs": "Make a test CA and certificates for mutual TLS.",
     "model": "Make a small model with random weights; nothing is downloaded.",
 }
 

@@ -19,7 +19,6 @@ from prfaas.cli.shared_options import (
     log_level_option,
     otlp_endpoint_option,
     read_key,
-    read_keys,
     security_options,
     set_option,
 )
@@ -102,7 +101,6 @@ def node(
     kvd: str | None,
     kvd_url: str | None,
     member_key_file: str | None,
-    operator_key_file: str | None,
     metrics_key_file: str | None,
     tls_ca: str | None,
     tls_cert: str | None,
@@ -141,7 +139,6 @@ def node(
         "node.kvd_socket": kvd,
         "node.kvd_url": kvd_url,
         "node.member_key_file": member_key_file,
-        "node.operator_key_file": operator_key_file,
         "node.metrics_key_file": metrics_key_file,
         "node.tls.ca": tls_ca,
         "node.tls.cert": tls_cert,
@@ -179,7 +176,7 @@ def node(
     )
     credentials = NodeCredentials(
         read_key(section.member_key_file),
-        read_keys(section.metrics_key_file, section.operator_key_file),
+        read_key(section.metrics_key_file),
         load_identity(section.tls, "node.tls"),
     )
     _refuse_exposure(section, credentials)
@@ -286,7 +283,6 @@ def _kvd_options(section: NodeSection) -> list[str]:
     tls = section.tls
     given = {
         "--member-key-file": section.member_key_file,
-        "--operator-key-file": section.operator_key_file,
         "--metrics-key-file": section.metrics_key_file,
         "--tls-ca": tls.ca,
         "--tls-cert": tls.cert,

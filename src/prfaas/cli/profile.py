@@ -1,4 +1,4 @@
-"""`prfaas profile`: measures a model on this machine, or a running server, or estimates a profile.
+"""`prfaas profile`: measures a running server, or estimates a profile.
 
 The planner and the emulated engine read the profile that it writes.
 """
@@ -19,12 +19,11 @@ from rich.table import Table
 from prfaas.catalog import Accelerator, Catalog, ProfileRecord
 from prfaas.catalog.write import profile_toml
 from prfaas.clock import MonotonicClock
-from prfaas.display.console import console, print_json, progress_bar, with_progress
-from prfaas.engine.profiling import MeasuredProfile, Profiler
+from prfaas.display.console import console, print_json, progress_bar
 from prfaas.errors import InputError
-from prfaas.launch.extras import engine_extra
 from prfaas.measure.client import connect
 from prfaas.measure.http_profile import HttpProfiler
+from prfaas.measure.measured_profile import MeasuredProfile
 from prfaas.measure.prompts import PromptGenerator
 from prfaas.planner.equations import eq1_kv_throughput_bps
 from prfaas.studies.profile_estimate import MemoryLeft, estimate_profile
@@ -35,13 +34,7 @@ DEFAULT_ROUNDS = 5
 
 
 @click.command()
-@click.option(
-    "--model",
-    type=click.Path(path_type=Path),
-    help="Checkpoint directory to measure, or only a config.json (random weights; the times are "
-    "the same).",
-)
-@click.option("--url", help="URL of a running OpenAI server to measure instead, without /v1.")
+@click.option("--url", help="URL of a running OpenAI server to measure, without /v1.")
 @click.option(
     "--estimate",
     "estimated",
@@ -50,9 +43,6 @@ DEFAULT_ROUNDS = 5
     "--accelerator.",
 )
 @click.option("--api-key", "key", help="API key for the server at --url.")
-@click.option(
-    "--device", help="Device to measure on: cpu, cuda or cuda:N.  [default: the fastest device]"
-)
 @click.option(
     "--lengths",
     default=DEFAULT_LENGTHS,
@@ -76,10 +66,7 @@ DEFAULT_ROUNDS = 5
     show_default=True,
     help="Measurements of each point; the profile holds their median.",
 )
-@click.option(
-    "--accelerator",
-    help="Name of the accelerator in the profile; --url requires it.  [default: this machine's]",
-)
+@click.option("--accelerator", help="Name of the accelerator in the profile; required.")
 @click.option(
     "--gpus", default=1, show_default=True, help="GPUs of one instance, noted in the profile."
 )
@@ -88,11 +75,9 @@ DEFAULT_ROUNDS = 5
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON.")
 def profile(
-    model: Path | None,
     url: str | None,
     estimated: str | None,
     key: str | None,
-    device: str | None,
     lengths: str,
     cached: str,
     batches: str,
@@ -102,22 +87,24 @@ def profile(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    """Measure prefill times T_prefill(new, cached), KV sizes S_kv and decode steps of a model.
+    """Measure prefill times T_prefill(new, cached) and decode steps of a model.
 
-    With --model the command measures on this machine. With --url it measures any OpenAI server over
-    HTTP and subtracts the round trip; S_kv cannot be measured that way. With --estimate it measures
-    nothing: it shows what `prfaas plan` assumes for hardware that you do not have.
+    With --url the command measures any OpenAI server over HTTP, such as `prfaas node` or vLLM, and
+    subtracts the round trip. With --estimate it measures nothing: it shows what `prfaas plan`
+    assumes for hardware that you do not have.
 
-    The machine should be idle. First runs are not counted. Where noise makes a longer prompt look
+    The server should be idle. First runs are not counted. Where noise makes a longer prompt look
     faster than a shorter one, both get their mean, and the profile's source notes it. To use the
     profile in `prfaas plan`, name its file under `catalog = [...]` in the deployment file. Two or
     more lengths make a profile; a single one still recalibrates what `prfaas plan` estimates.
 
     \b
-      prfaas profile --model ./tiny-kimi --lengths 256,1024,4096 --out tiny.toml
-      prfaas profile --model ./kimi-48b/config.json --device cuda --lengths 1024,8192,32768,131072
-      prfaas profile --model ./tiny-kimi --lengths 256,2048 --cached 1024,4096 --batches 1,8
+    A model on this machine, which another terminal serves:
+      prfaas node --model ./tiny-kimi --port 8000
+      prfaas profile --url http://localhost:8000 --accelerator this-machine --out tiny.toml
+    Other servers, and hardware that you do not have:
       prfaas profile --url http://h20:8000 --accelerator h20 --gpus 8 --lengths 1024,8192,32768
+      prfaas profile --url http://h20:8000 --accelerator h20 --gpus 8 --cached 4096 --batches 1,8
       prfaas profile --estimate deepseek-v3 --accelerator h20 --gpus 16 --lengths 1024,8192,32768
     """
     wanted = Wanted(
@@ -127,9 +114,9 @@ def profile(
         rounds,
         gpus,
     )
-    if sum(given is not None for given in (model, url, estimated)) != 1:
+    if (url is None) == (estimated is None):
         raise InputError(
-            "exactly one of --model, --url and --estimate is required", fix="give one of them"
+            "exactly one of --url and --estimate is required", fix="give one of the two"
         )
     if not 1 <= rounds <= 1000:
         raise InputError(
@@ -146,16 +133,12 @@ def profile(
         model_on = (estimated, accelerator, wanted.gpus)
         found = estimate_profile(*model_on, wanted.lengths, wanted.cached, wanted.batches)
         record, measured, left = found
-        machine_title = ""
-    elif url is not None:
-        record, measured = _of_server(url, key, wanted, accelerator)
-        machine_title = ""
     else:
-        assert model is not None
-        record, measured, machine_title = _of_model(model, wanted, device, accelerator)
+        assert url is not None
+        record, measured = _of_server(url, key, wanted, accelerator)
     if out is not None:
         known = record.accelerator in Catalog.builtin().accelerators
-        unknown = None if known else Accelerator(record.accelerator, title=machine_title)
+        unknown = None if known else Accelerator(record.accelerator)
         out.write_text(profile_toml(record, unknown), encoding="utf-8")
     if as_json:
         memory = {} if left is None else {"memory": asdict(left)}
@@ -171,40 +154,6 @@ class Wanted:
     batches: Sequence[int]
     rounds: int
     gpus: int
-
-
-def _of_model(
-    model: Path, wanted: Wanted, device: str | None, accelerator: str | None
-) -> tuple[ProfileRecord, MeasuredProfile, str]:
-    with engine_extra():
-        from prfaas.engine.hardware import hardware
-        from prfaas.engine.hf import HFEngine, load_model
-
-    loaded = load_model(model, device=device, random_weights=model.is_file())
-    engine = HFEngine(loaded, max_running=max(wanted.batches, default=1))
-    try:
-        profiler = Profiler(
-            engine,
-            lengths=wanted.lengths,
-            cached=wanted.cached,
-            batches=wanted.batches,
-            rounds=wanted.rounds,
-            clock=MonotonicClock(),
-        )
-        for task in with_progress(profiler.tasks, "measuring"):
-            profiler.perform(task)
-    finally:
-        engine.close()
-    measured, machine = profiler.measured(), hardware(loaded.device)
-    today, dtype = datetime.date.today().isoformat(), engine.compat.kv_dtype
-    record = measured.record(
-        model=_model_name(model),
-        accelerator=accelerator or machine.name,
-        gpus=wanted.gpus,
-        engine=f"prfaas HFEngine, {machine.software}",
-        by=f"prfaas profile, {today}, {machine.title}, {dtype}",
-    )
-    return record, measured, machine.title
 
 
 def _of_server(
@@ -255,11 +204,6 @@ def _numbers(text: str, where: str) -> list[int]:
             where=where,
             fix="give plain numbers, comma-separated: 1024,8192",
         ) from None
-
-
-def _model_name(model: Path) -> str:
-    path = model.resolve()
-    return path.parent.name if path.name == "config.json" else path.name.removesuffix(".json")
 
 
 def _as_dict(record: ProfileRecord, measured: MeasuredProfile) -> dict[str, Any]:

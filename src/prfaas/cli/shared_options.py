@@ -61,11 +61,6 @@ _SECURITY_OPTIONS = (
         help="File with the key that gateways, nodes and kvds of the deployment share.",
     ),
     click.option(
-        "--operator-key-file",
-        metavar="FILE",
-        help="File with the key that opens the operator's paths.",
-    ),
-    click.option(
         "--metrics-key-file",
         metavar="FILE",
         help="File with the key that opens /metrics and nothing else.",
@@ -80,11 +75,6 @@ _SECURITY_OPTIONS = (
         help="Listen on more than loopback without key and TLS.",
     ),
 )
-
-
-def read_keys(*files: str | None) -> list[SharedKey]:
-    """The keys of the files that are named."""
-    return [SharedKey.read(Path(file)) for file in files if file is not None]
 
 
 def read_key(file: str | Path | None) -> SharedKey | None:

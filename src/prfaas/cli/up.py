@@ -181,7 +181,7 @@ def prepare(
         deployment = load_deployment(file)
         check_ports(options.port, 1 if one_gateway else len(deployment.of_kind("pd")))
         return prepare_launch(deployment, file, options, folder)
-    deployment, profile = tiny_deployment(CACHE, options, say)
+    deployment, profile = asyncio.run(tiny_deployment(CACHE, options, say))
     return prepare_launch(deployment, profile, options, folder)
 
 

@@ -78,9 +78,6 @@ class KvdSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     member_key_file: str | None = None
     """File with the member key, which the gateways, nodes and kvds of a deployment share. With it,
     the HTTP API requires the key. Required to listen on more than loopback."""
-    operator_key_file: str | None = None
-    """File with the operator key, which opens `/metrics`, too, as in files of earlier versions. A
-    host needs no more than the metrics key."""
     metrics_key_file: str | None = None
     """File with the metrics key, which opens `/metrics` and nothing else."""
     peers: list[str] = []
@@ -162,9 +159,6 @@ class NodeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     member_key_file: str | None = None
     """File with the member key, which the gateways, nodes and kvds of a deployment share. With it,
     the API requires the key. Required to listen on more than loopback."""
-    operator_key_file: str | None = None
-    """File with the operator key, which opens `/metrics`, too, as in files of earlier versions. A
-    host needs no more than the metrics key."""
     metrics_key_file: str | None = None
     """File with the metrics key, which opens `/metrics` and nothing else."""
     insecure: bool = False
@@ -219,12 +213,9 @@ class HostConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 # Keys whose value is a path. They are resolved here, where the file's folder is known.
 _PATHS: dict[str, tuple[str, ...]] = {
-    "kvd": ("socket", "ssd", "member_key_file", "operator_key_file", "metrics_key_file"),
+    "kvd": ("socket", "ssd", "member_key_file", "metrics_key_file"),
     "kvd.tls": TLS_PATHS,
-    "node": (
-        *("kvd_socket", "member_key_file", "operator_key_file", "metrics_key_file", "tokenizer"),
-        "kernel_cache",
-    ),
+    "node": ("kvd_socket", "member_key_file", "metrics_key_file", "tokenizer", "kernel_cache"),
     "node.tls": TLS_PATHS,
 }
 

@@ -9,7 +9,7 @@ the kvds keeps.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
@@ -102,6 +102,3 @@ class GatewayReport(msgspec.Struct, frozen=True):
     rows: Annotated[tuple[TrafficRow, ...], msgspec.Meta(max_length=MAX_ROWS)]
     followed: tuple[_Count, _Count] | None = None  # epoch and number of the plan that it follows
     drained: tuple[_Name, ...] = ()  # clusters that it has out of use
-    # Gateways of earlier versions read plans and orders to drain here, and require the fields.
-    plan: Any = None
-    drains: dict[_Name, Any] = {}

@@ -227,8 +227,7 @@ class PlanningRecord(msgspec.Struct, frozen=True):
 
 class GroupShape(msgspec.Struct, frozen=True, array_like=True):
     """A group of a `KVSpec`. `nbytes` is per token and layer, or per state and layer. `heads` is
-    the number of shares in which a layer can be written; an engine that does not know the field
-    writes each layer as a whole."""
+    the number of shares in which a layer can be written; 1: each layer is written as a whole."""
 
     kind: Literal["full", "window", "linear"]
     name: GroupName
@@ -307,10 +306,8 @@ class KvdReport(msgspec.Struct, frozen=True):
     late_s: float = 0.0  # seconds of the last LATE_WINDOW_S in which the process could not run
     # Of engines that hand over in a second form. `pool` has the form that counts for routing.
     more_pools: Annotated[tuple[PoolReport, ...], msgspec.Meta(max_length=MAX_POOLS - 1)] = ()
-    # Planning records that it keeps; None: a kvd of a version that keeps none.
-    records: Annotated[tuple[RecordVersion, ...], msgspec.Meta(max_length=MAX_RECORDS)] | None = (
-        None
-    )
+    # Planning records that it keeps.
+    records: Annotated[tuple[RecordVersion, ...], msgspec.Meta(max_length=MAX_RECORDS)] = ()
 
     @property
     def pools(self) -> tuple[PoolReport, ...]:

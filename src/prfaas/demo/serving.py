@@ -123,7 +123,7 @@ class ServedDeployment:
 
 async def serve_prompts(folder: Path, screen: Console, say: Callable[[str], None]) -> list[Check]:
     options = LaunchOptions("hf", device=TINY_DEVICE)
-    deployment, profile = tiny_deployment(CACHE, options, say)
+    deployment, profile = await tiny_deployment(CACHE, options, say)
     ready = prepare_launch(with_fixed_threshold(deployment), profile, options, folder)
     outcomes, relay_reader = RequestOutcomes(), RelayReader()
     async with (

@@ -1,6 +1,6 @@
 """State of one sequence in plain memory: a sink, a source, and bytes to move to another process.
 
-It is a hand-off without arena, pool or network. The profiler resumes from it, and tests move it
+It is a hand-off without arena, pool or network. The warm-up resumes from it, and tests move it
 between processes.
 """
 
@@ -81,29 +81,6 @@ class MemorySegments:
         if segment not in self._written:
             raise EngineError(f"segment {segment.name} is missing")
         return memoryview(self._written[segment])[offset : offset + nbytes]
-
-
-class ScratchSink:
-    """One block of memory that every segment overwrites: for measurements that need no result."""
-
-    def __init__(self, spec: KVSpec, nbytes: int) -> None:
-        self._spec = spec
-        self._memory = memoryview(bytearray(nbytes))
-        self._at = 0
-        self.nbytes = 0  # ready so far
-
-    def buffers(self, segment: Segment) -> Sequence[memoryview]:
-        size = segment_bytes(self._spec, segment)
-        assert size <= self._memory.nbytes, f"{segment.name} is larger than the scratch memory"
-        if self._at + size > self._memory.nbytes:
-            self._at = 0
-        view = self._memory[self._at : self._at + size]
-        self._at += size
-        return (view,)
-
-    def ready(self, segment: Segment, heads: range | None = None) -> None:
-        _check_whole(self._spec, segment, heads)
-        self.nbytes += segment_bytes(self._spec, segment)
 
 
 def _check_whole(spec: KVSpec, segment: Segment, heads: range | None) -> None:

@@ -29,7 +29,6 @@ requests without it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -126,16 +125,16 @@ class HttpApi:
     def app(
         self,
         member: SharedKey | None = None,
-        for_metrics: Sequence[SharedKey] = (),
+        metrics: SharedKey | None = None,
         own_host: OwnHost | None = None,
     ) -> web.Application:
-        """The keys `for_metrics` open /metrics. `own_host` applies without a member key."""
+        """The key `metrics` opens /metrics. `own_host` applies without a member key."""
         log_malformed_requests_briefly()
         self._key = member
         self._document = openapi(with_keys=member is not None)
         checks = []
         if member is not None:
-            checks.append(require_key(unauthorized, member, for_metrics, OPEN_PATHS))
+            checks.append(require_key(unauthorized, member, metrics, OPEN_PATHS))
         elif own_host is not None:
             checks.append(refuse_foreign(own_host, foreign, OPEN_PATHS))
         app = web.Application(middlewares=[*checks, respond_to_errors])

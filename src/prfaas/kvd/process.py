@@ -76,7 +76,7 @@ class KvdOptions:
     tls: TlsIdentity | None = None
     # Required by this kvd's HTTP API, and sent to peers and gateways.
     member_key: SharedKey | None = None
-    for_metrics: Sequence[SharedKey] = ()  # each opens /metrics
+    metrics_key: SharedKey | None = None  # opens /metrics
     peers: Sequence[str] = ()  # hosts that KV may be sent to and pulled from
     insecure: bool = False  # any host may be reached, and a peer, without key and TLS
     store: StoreOptions = field(default_factory=StoreOptions)
@@ -104,7 +104,7 @@ async def serve_kvd(options: KvdOptions, report: Callable[[RunningKvd], None]) -
     raise_descriptor_limit()
     stopping = Stopping()
     stopping.handle_signals()
-    credentials = [options.member_key, *options.for_metrics, options.tls]
+    credentials = [options.member_key, options.metrics_key, options.tls]
     async with (
         reloading(credentials, options.credentials_poll_s),
         run_kvd(options, stopping=stopping) as kvd,
@@ -189,7 +189,7 @@ async def run_kvd(
         own_host = OwnHost.of(
             options.http.host, insecure=options.insecure, advertised=options.advertise
         )
-        app = api.app(options.member_key, options.for_metrics, own_host)
+        app = api.app(options.member_key, options.metrics_key, own_host)
         context = tls.member_http() if tls else None
         served = await _serve_http(stack, app, connections, options.http, context)
         scheme = "https" if tls else "http"

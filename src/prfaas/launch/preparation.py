@@ -11,9 +11,8 @@ import os
 import shutil
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +37,7 @@ from prfaas.errors import InputError
 from prfaas.interpreter import module_command
 from prfaas.launch.attached_process import attached_prefix
 from prfaas.launch.children import ChildDied
-from prfaas.launch.commands import ENGINE_ENVIRONMENT, VLLM_MAX_TOKENS
+from prfaas.launch.commands import VLLM_MAX_TOKENS
 from prfaas.launch.deployment import single_engine
 from prfaas.launch.scaling import scaled_catalog, scaled_deployment
 from prfaas.launch.services.hosts import EngineKind, EngineSpec, Host
@@ -263,7 +262,7 @@ def with_absolute_paths(deployment: Deployment, folder: Path) -> Deployment:
 # From nothing -------------------------------------------------------------------------------------
 
 
-def tiny_deployment(
+async def tiny_deployment(
     cache: Path, options: LaunchOptions, say: Callable[[str], None]
 ) -> tuple[Deployment, Path]:
     """A tiny Kimi-Linear model (for vLLM Falcon-H1, which vLLM supports on CPUs) on one PrfaaS
@@ -276,8 +275,8 @@ def tiny_deployment(
     profile = checkpoint / ("profile-vllm.toml" if vllm else "profile.toml")
     if not profile.is_file():
         cache.mkdir(parents=True, exist_ok=True)
-        with _exclusive(cache / f"tiny-{arch}.lock", say):
-            _make_and_measure(checkpoint, profile, arch, options, say)
+        async with _exclusive(cache / f"tiny-{arch}.lock", say):
+            await _make_and_measure(checkpoint, profile, arch, options, say)
     max_tokens = VLLM_MAX_TOKENS if vllm else TINY_MAX_TOKENS
     longest = max_tokens - 1024  # a response must fit after it
     deployment = Deployment(
@@ -295,30 +294,24 @@ def tiny_deployment(
     return deployment, profile
 
 
-def _make_and_measure(
+async def _make_and_measure(
     checkpoint: Path, profile: Path, arch: str, options: LaunchOptions, say: Callable[[str], None]
 ) -> None:
     """Keeps what exists: another process may have made it meanwhile."""
     if not (checkpoint / "config.json").is_file():
         say("making a tiny model (once)")
-        _make(checkpoint, arch)
+        await asyncio.to_thread(_make, checkpoint, arch)
     if profile.is_file():
         return
     say("measuring the tiny model on this machine (once, some seconds)")
     # A file under its final name is complete, even if this process is killed.
     unfinished = profile.with_name(f"{profile.name}.unfinished")
-    points = ["--rounds", "2", "--accelerator", ACCELERATOR, "--out", str(unfinished)]
-    if options.engine == "vllm":
-        _measure_vllm(checkpoint, options, points)
-    else:
-        points += ["--lengths", "64,512,2048,4096", "--batches", "1,2,4"]
-        points += [] if options.device is None else ["--device", options.device]
-        _prfaas("profile", "--model", str(checkpoint), *points)
+    await _measure(checkpoint, unfinished, options)
     unfinished.rename(profile)
 
 
-@contextmanager
-def _exclusive(lock: Path, say: Callable[[str], None]) -> Iterator[None]:
+@asynccontextmanager
+async def _exclusive(lock: Path, say: Callable[[str], None]) -> AsyncIterator[None]:
     """Holds a lock. Several commands may start at once on a new machine; one of them makes and
     measures the model while the others wait. The kernel releases the lock when the process ends."""
     clock = MonotonicClock()
@@ -339,27 +332,27 @@ def _exclusive(lock: Path, say: Callable[[str], None]) -> Iterator[None]:
             if not announced:
                 say("waiting for another process that makes the tiny model")
                 announced = True
-            time.sleep(RETRY_S)
+            await asyncio.sleep(RETRY_S)
         yield
 
 
-def _measure_vllm(checkpoint: Path, options: LaunchOptions, points: list[str]) -> None:
-    """Measures one server over HTTP."""
+async def _measure(checkpoint: Path, profile: Path, options: LaunchOptions) -> None:
+    """Measures one engine over HTTP, as others would, and writes its profile."""
     engines = _real_engines(options, str(checkpoint), checkpoint.name)
     host = Host("measured", "near", ACCELERATOR, 1)
-
-    async def run() -> None:
+    points = ["--lengths", "64,512,2048,4096", "--batches", "1,2,4"]
+    if options.engine == "vllm":
+        # A step holds one block, so a prompt waits until no sequence decodes, and sequences that
+        # arrive one after another never run together.
+        points = ["--lengths", "64,512,2048", "--batches", "1"]
+    points += ["--rounds", "2", "--accelerator", ACCELERATOR, "--out", str(profile)]
+    try:
         with tempfile.TemporaryDirectory(prefix="prfaas-") as name:
             async with single_engine(host, engines, Path(name), attached_prefix()) as url:
-                # A step holds one block, so a prompt waits until no sequence decodes, and
-                # sequences that arrive one after another never run together.
-                at = ["--lengths", "64,512,2048", "--batches", "1"]
-                await asyncio.to_thread(_prfaas, "profile", "--url", url, *at, *points)
-
-    try:
-        asyncio.run(run())
+                await asyncio.to_thread(_prfaas, "profile", "--url", url, *points)
     except ChildDied as error:
-        raise InputError(str(error), where="--vllm-python") from None
+        where = "--vllm-python" if options.engine == "vllm" else None
+        raise InputError(str(error), where=where) from None
 
 
 def _make(checkpoint: Path, arch: str) -> None:
@@ -371,11 +364,9 @@ def _make(checkpoint: Path, arch: str) -> None:
 
 
 def _prfaas(*arguments: str) -> None:
-    """Runs a `prfaas` command in another process, so that this one does not import torch. It gets
-    as many threads as the engines, so that its profile is theirs."""
+    """Runs a `prfaas` command in another process, so that this one does not import torch."""
     done = subprocess.run(
         module_command("prfaas", *arguments),
-        env={**os.environ, **ENGINE_ENVIRONMENT},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,  # shown only after a failure
         text=True,

@@ -17,7 +17,7 @@ from prfaas.config.address import Address
 from prfaas.errors import InputError, PeerError
 from prfaas.measure.rate_process import Cpu, CpuJob, Listening, ListenJob, RateProcess, TlsPaths
 from prfaas.measure.rates import Load, RateSenders
-from prfaas.security.certificates import make_certificates
+from prfaas.security.certificates import CertificateAuthority
 from prfaas.transport.workers.pool import default_workers
 
 MOST_SECONDS = 0.5  # for each of the measurements
@@ -65,33 +65,42 @@ def measure_host(
                 stack.enter_context(closing(RateProcess())) for _ in range(processes_for(cores))
             ]
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="prfaas-doctor-"))
-            made = make_certificates(Path(folder))
-            server = TlsPaths(str(made.ca), str(made.server), str(made.server_key))
-            client = TlsPaths(str(made.ca), str(made.client), str(made.client_key))
-            clear = _measure(senders, receivers, (None, None), seconds, step)
-            tls = _measure(senders, receivers, (server, client), seconds, step)
+            made = _certificate(Path(folder))
+            clear = _measure(senders, receivers, None, seconds, step)
+            tls = _measure(senders, receivers, made, seconds, step)
     except (PeerError, InputError, OSError) as error:
         return HostRates(cores, clear, tls, str(error))
     return HostRates(cores, clear, tls)
 
 
+def _certificate(folder: Path) -> TlsPaths:
+    """A certificate of this host for both ends."""
+    authority = CertificateAuthority.new()
+    issued = authority.issue("localhost", days=1)
+    ca, cert, key = folder / "ca.pem", folder / "cert.pem", folder / "key.pem"
+    key.touch(mode=0o600)
+    ca.write_bytes(authority.pem)
+    cert.write_bytes(issued.pem)
+    key.write_bytes(issued.key_pem)
+    return TlsPaths(str(ca), str(cert), str(key))
+
+
 def _measure(
     senders: RateSenders,
     receivers: list[RateProcess],
-    tls: tuple[TlsPaths | None, TlsPaths | None],
+    tls: TlsPaths | None,
     seconds: float,
     step: Callable[[], None],
 ) -> HostRate:
-    server, client = tls
     for receiver in receivers:
-        receiver.tell(ListenJob(server))
+        receiver.tell(ListenJob(tls))
     listening = [receiver.wait_for(Listening, _ANSWER_S) for receiver in receivers]
     found: list[HostRate] = []
     for connections in (1, 2):
         loads = [
             Load(
                 Address(one.host, one.port),
-                client,
+                tls,
                 connections,
                 min(seconds, MOST_SECONDS),
                 _MOST_BYTES // len(receivers),

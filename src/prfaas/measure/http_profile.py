@@ -1,9 +1,8 @@
 """Profiles a running OpenAI server over HTTP: T_prefill(new, cached) and decode steps.
 
-This measures from outside what `engine.profiling` measures inside an engine: the time to the first
-token of prompts that are not cached, and the step time of streams that run together. The profiler
-subtracts the median round trip of a request that computes nothing. The server must be idle. Paper:
-3.4.1.
+It measures the time to the first token of prompts that are not cached, and the step time of streams
+that run together. The profiler subtracts the median round trip of a request that computes nothing.
+The server must be idle. Paper: 3.4.1.
 """
 
 from __future__ import annotations
@@ -13,7 +12,9 @@ import secrets
 import statistics
 from collections.abc import Callable, Sequence
 
-from prfaas.engine.profiling import (
+from prfaas.errors import EngineError, InputError
+from prfaas.measure.client import Target, TimedResponse
+from prfaas.measure.measured_profile import (
     TIMED_STEPS,
     WARM_STEPS,
     DecodeTask,
@@ -23,8 +24,6 @@ from prfaas.engine.profiling import (
     check_points,
     step_together_s,
 )
-from prfaas.errors import EngineError, InputError
-from prfaas.measure.client import Target, TimedResponse
 from prfaas.measure.open_loop import RequestTemplate
 from prfaas.measure.prompts import PromptGenerator, PromptPart
 

@@ -80,7 +80,7 @@ class NodeCredentials:
     """What the node requires of its callers, and shows to its kvd."""
 
     member_key: SharedKey | None = None
-    for_metrics: Sequence[SharedKey] = ()  # each opens /metrics
+    metrics_key: SharedKey | None = None  # opens /metrics
     tls: TlsIdentity | None = None
 
 
@@ -98,9 +98,9 @@ async def run_node(
     raise_descriptor_limit()
     stopping = Stopping()
     stopping.handle_signals()
-    member_key, for_metrics, tls = (
+    member_key, metrics_key, tls = (
         credentials.member_key,
-        credentials.for_metrics,
+        credentials.metrics_key,
         credentials.tls,
     )
     listening = listen(settings.host, settings.port)
@@ -110,7 +110,7 @@ async def run_node(
     async with AsyncExitStack() as stack:
         stack.callback(listening.close)
         await stack.enter_async_context(
-            reloading([member_key, *for_metrics, tls, kvd], settings.credentials_poll_s)
+            reloading([member_key, metrics_key, tls, kvd], settings.credentials_poll_s)
         )
         keeps = settings.keep_answers
         await _wait_for_kvd(kvd.socket, settings.timeouts.kvd_wait_s, stopping)
@@ -144,7 +144,7 @@ async def run_node(
             insecure=settings.insecure,
             advertised=host_name(settings.advertise) if settings.advertise else None,
         )
-        application = api.application(member_key, for_metrics, own_host)
+        application = api.application(member_key, metrics_key, own_host)
         # Cancels the handler of a client that hangs up, even while nothing is written to it.
         connections = Connections("node", ConnectionTable(bounds_of_process()))
         connections.watch(application)

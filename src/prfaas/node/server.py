@@ -68,15 +68,15 @@ class NodeApi:
     def application(
         self,
         member: SharedKey | None = None,
-        for_metrics: Sequence[SharedKey] = (),
+        metrics: SharedKey | None = None,
         own_host: OwnHost | None = None,
     ) -> web.Application:
-        """With a member key, every path except `OPEN_PATHS` requires it. The keys `for_metrics`
-        open /metrics. `own_host` applies without a member key."""
+        """With a member key, every path except `OPEN_PATHS` requires it. The key `metrics` opens
+        /metrics. `own_host` applies without a member key."""
         log_malformed_requests_briefly()
         checks = []
         if member is not None:
-            checks.append(require_key(_unauthorized, member, for_metrics, OPEN_PATHS))
+            checks.append(require_key(_unauthorized, member, metrics, OPEN_PATHS))
         elif own_host is not None:
             checks.append(refuse_foreign(own_host, _foreign, OPEN_PATHS))
         self._document = openapi(with_keys=member is not None)

@@ -1,18 +1,14 @@
-"""Makes a CA and the certificates of one deployment, for `security.tls`.
+"""Makes a CA and a certificate for each host of one deployment, for `security.tls`.
 
-`CertificateAuthority` issues one certificate per host (`prfaas init`). `make_certificates` makes a
-test set, in which all hosts share one server and one client certificate (`prfaas certs`). A host
-with the CA's key can join the deployment.
+A host with the CA's key can join the deployment.
 """
 
 from __future__ import annotations
 
 import datetime
 import ipaddress
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -26,42 +22,6 @@ CA_DAYS = 3650  # hosts get new certificates of the same CA
 ALWAYS_HOSTS = ("localhost", "127.0.0.1", "::1", SERVICE_NAME)
 # Clocks of two datacenters differ; a certificate must not be refused for being too new.
 _CLOCK_SKEW = datetime.timedelta(hours=1)
-
-
-@dataclass(frozen=True, slots=True)
-class CertificateSet:
-    """The files of one deployment, all in one folder."""
-
-    folder: Path
-    not_after: datetime.datetime
-
-    @property
-    def ca(self) -> Path:
-        return self.folder / "ca.pem"
-
-    @property
-    def ca_key(self) -> Path:
-        return self.folder / "ca.key"
-
-    @property
-    def server(self) -> Path:
-        return self.folder / "server.pem"
-
-    @property
-    def server_key(self) -> Path:
-        return self.folder / "server.key"
-
-    @property
-    def client(self) -> Path:
-        return self.folder / "client.pem"
-
-    @property
-    def client_key(self) -> Path:
-        return self.folder / "client.key"
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        return (self.ca, self.ca_key, self.server, self.server_key, self.client, self.client_key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +56,7 @@ class CertificateAuthority:
     def new(cls, now: datetime.datetime | None = None) -> CertificateAuthority:
         now = now or datetime.datetime.now(datetime.UTC)
         window = (now - _CLOCK_SKEW, now + datetime.timedelta(days=CA_DAYS))
-        return cls(_authority(window, "prfaas CA"))
+        return cls(_authority(window))
 
     @classmethod
     def parse(cls, pem: bytes, key_pem: bytes) -> CertificateAuthority:
@@ -170,49 +130,9 @@ def certificate_carries(pem: bytes, names: Sequence[str]) -> bool:
     return all(_general_name(name) in found for name in names)
 
 
-def make_certificates(
-    folder: Path,
-    hosts: Sequence[str] = (),
-    *,
-    valid: datetime.timedelta = datetime.timedelta(days=365),
-    now: datetime.datetime | None = None,
-    force: bool = False,
-) -> CertificateSet:
-    """Writes a new CA, a server certificate for `hosts` (and ALWAYS_HOSTS) and a client
-    certificate. Only the owner can read the keys. `force` replaces existing files, and then all of
-    them, since a new CA invalidates the old certificates.
-    """
-    now = now or datetime.datetime.now(datetime.UTC)
-    made = CertificateSet(folder, now + valid)
-    names = [_general_name(host) for host in dict.fromkeys((*ALWAYS_HOSTS, *hosts))]
-    present = [path.name for path in made.files if path.exists()]
-    if present and not force:
-        raise InputError(
-            f"{', '.join(present)} exist already",
-            file=folder,
-            fix="use --force to replace the whole set, or another folder",
-        )
-    window = (now - _CLOCK_SKEW, made.not_after)
-    ca = _authority(window, "prfaas test CA")
-    server = _issue(ca, "prfaas server", [ExtendedKeyUsageOID.SERVER_AUTH], names, window)
-    client = _issue(ca, "prfaas client", [ExtendedKeyUsageOID.CLIENT_AUTH], [], window)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for issued, cert_path, key_path in (
-            (ca, made.ca, made.ca_key),
-            (server, made.server, made.server_key),
-            (client, made.client, made.client_key),
-        ):
-            _write(key_path, issued.key_pem, 0o600)
-            _write(cert_path, issued.pem, 0o644)
-    except OSError as error:
-        raise InputError(f"cannot be written: {error.strerror}", file=folder) from None
-    return made
-
-
-def _authority(window: tuple[datetime.datetime, datetime.datetime], common_name: str) -> _Issued:
+def _authority(window: tuple[datetime.datetime, datetime.datetime]) -> _Issued:
     key = ec.generate_private_key(ec.SECP256R1())
-    name = _name(common_name)
+    name = _name("prfaas CA")
     certificate = (
         _builder(name, name, key, window)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
@@ -292,7 +212,6 @@ def _general_name(host: str) -> x509.GeneralName:
     except ValueError:
         raise InputError(
             f"{host!r} is not a host name or IP address",
-            where="--host",
             fix="give a name without port or scheme, in ASCII",
         ) from None
 
@@ -303,17 +222,3 @@ def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
         serialization.PrivateFormat.PKCS8,
         serialization.NoEncryption(),
     )
-
-
-def _write(path: Path, content: bytes, mode: int) -> None:
-    # Write a new file under another name, then rename it. Other users can never read a key, even
-    # when it replaces a file that they could read, and no reader sees a partial file.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise

@@ -118,18 +118,18 @@ def digest(secret: str) -> bytes:
 def require_key(
     refuse: Callable[[], web.StreamResponse],
     member: SharedKey,
-    for_metrics: Sequence[SharedKey],
+    metrics: SharedKey | None,
     open_paths: frozenset[str],
 ) -> Middleware:
-    """A middleware that returns `refuse()` for a request without the member key. The keys
-    `for_metrics` open /metrics."""
+    """A middleware that returns `refuse()` for a request without the member key. The key
+    `metrics` opens /metrics."""
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("Authorization")
         if request.path in open_paths or member.accepts(given):
             return await handler(request)
-        if request.path == "/metrics" and any(key.accepts(given) for key in for_metrics):
+        if request.path == "/metrics" and metrics is not None and metrics.accepts(given):
             return await handler(request)
         return refuse()
 

@@ -17,16 +17,15 @@ from prfaas.config.tls import TlsSection
 from prfaas.errors import InputError
 from prfaas.security.secret_file import check_private
 
-# Every server certificate of `prfaas certs` and `prfaas init` carries this name in addition to its
-# hosts. A client that reaches its peer through a relay or a changing address checks this name
-# (`server_hostname=`). The name proves the server's role, which a client certificate of the same
-# CA cannot.
+# Every host's certificate of `prfaas init` carries this name in addition to its host. A client that
+# reaches its peer through a relay or a changing address checks this name (`server_hostname=`). The
+# name proves the server's role, which a client certificate of the same CA cannot.
 SERVICE_NAME = "kvd.prfaas"
 
 # AES-128-GCM is the cheapest TLS 1.3 suite on a CPU with AES instructions, ChaCha20 on others.
 _SUITES = "TLS_AES_128_GCM_SHA256:TLS_CHACHA20_POLY1305_SHA256:TLS_AES_256_GCM_SHA384"
 
-_FORM = "give a PEM file; `prfaas certs DIR` makes a test set"
+_FORM = "give a PEM file; `prfaas init DIR` makes a CA and each host's certificate"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,13 @@ import msgspec
 from prfaas.catalog import Catalog, ProfileRecord
 from prfaas.catalog.hf_file import read_hf_config, read_hf_shape
 from prfaas.catalog.shape import ModelShape
-from prfaas.engine.profiling import MeasuredProfile, check_points
 from prfaas.estimator.efficiency import fitted
 from prfaas.estimator.instance import Instance
 from prfaas.estimator.memory import kv_bytes_available, most_sequences, require_fit
 from prfaas.estimator.profile import ENGINE, SOURCE
 from prfaas.estimator.times import decode_s, prefill_s
 from prfaas.kvspec import KVSpec
+from prfaas.measure.measured_profile import MeasuredProfile, check_points
 from prfaas.planner.profile import DecodeStep, PrefillTime
 from prfaas.studies.problem_files import config_spec
 

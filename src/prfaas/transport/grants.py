@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 
 from prfaas.errors import InputError
-from prfaas.types import Form, Grant, TransferId
+from prfaas.types import CANONICAL, Form, Grant, TransferId
 
 
 def new_grant(
@@ -18,7 +18,7 @@ def new_grant(
     skip_tokens: Mapping[str, int] | None = None,
     checkpoint_tokens: Sequence[int] = (),
     transfer_id: TransferId | None = None,
-    form: Form | None = None,
+    form: Form = CANONICAL,
     traceparent: str | None = None,
     tenant: str = "",
 ) -> Grant:

@@ -12,7 +12,7 @@ from pathlib import Path
 from prfaas.engine.api import EngineJob, Resume, Sampling
 from prfaas.engine.hf import HFEngine, load_model
 from prfaas.engine.memory import MemorySegments
-from prfaas.engine.runner import run
+from prfaas_lab.testing.engine_runs import run
 
 
 def main(directory: str, cases: str, answers: str) -> None:

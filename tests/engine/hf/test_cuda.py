@@ -19,8 +19,8 @@ from prfaas.engine.hf import HFEngine, LoadedModel, exporter, load_model, rows
 from prfaas.engine.hf.exporter import ExportingCache, StagedWriter
 from prfaas.engine.hf.importer import import_state
 from prfaas.engine.memory import MemorySegments
-from prfaas.engine.runner import run
 from prfaas.kvspec import KVSpec, LinearState, Segment, SegmentSink
+from prfaas_lab.testing.engine_runs import run
 from tests.engine.hf import models
 from tests.engine.hf.arenas import ArenaSegments
 from tests.waiting import wait_until

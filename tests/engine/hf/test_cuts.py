@@ -8,8 +8,8 @@ import pytest
 from prfaas.engine.api import MAX_CUTS, EngineJob, Export, Resume, Sampling
 from prfaas.engine.hf import HFEngine
 from prfaas.engine.memory import MemorySegments
-from prfaas.engine.runner import JobOutcome, run
 from prfaas.errors import InputError
+from prfaas_lab.testing.engine_runs import JobOutcome, run
 from tests.engine.hf import models
 
 GREEDY = Sampling(max_tokens=8, ignore_eos=True, want_logits=True)

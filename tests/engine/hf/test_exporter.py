@@ -12,8 +12,8 @@ from prfaas.engine.api import EngineJob, Export, Sampling
 from prfaas.engine.checkpoint.make import make_checkpoint
 from prfaas.engine.hf import HFEngine, LoadedModel, load_model
 from prfaas.engine.memory import MemorySegments
-from prfaas.engine.runner import run
 from prfaas.kvspec import KVSpec, LinearState, Segment, segment_bytes
+from prfaas_lab.testing.engine_runs import run
 from tests.engine.hf import models
 
 PREFILL_ONLY = Sampling(max_tokens=0)

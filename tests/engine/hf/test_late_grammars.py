@@ -14,8 +14,8 @@ import torch
 from prfaas.engine.api import EngineJob, Finished, JobFailed, Sampling, Token
 from prfaas.engine.hf import HFEngine, slots
 from prfaas.engine.hf import engine as hf_engine
-from prfaas.engine.runner import RunningJob
 from prfaas.errors import EngineError
+from prfaas_lab.testing.engine_runs import RunningJob
 from tests.engine.hf import models
 from tests.waiting import wait_until
 

@@ -14,9 +14,9 @@ from transformers import BertConfig, Qwen3Config, Qwen3ForCausalLM
 from prfaas.engine.api import EngineJob, Sampling
 from prfaas.engine.hf import load, load_model
 from prfaas.engine.hf.shapes import layer_shapes
-from prfaas.engine.runner import run
 from prfaas.errors import InputError
 from prfaas.kvspec import build_spec
+from prfaas_lab.testing.engine_runs import run
 from tests.catalog.hf_tiny import TINY
 from tests.engine.hf import models
 

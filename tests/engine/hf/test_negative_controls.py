@@ -9,9 +9,9 @@ import pytest
 
 from prfaas.engine.api import EngineJob, Export, Resume, Sampling
 from prfaas.engine.memory import MemorySegments
-from prfaas.engine.runner import run
 from prfaas.errors import EngineError
 from prfaas.studies.token_identical import GeneratedTokens, compare
+from prfaas_lab.testing.engine_runs import run
 from tests.engine.hf import models
 
 Dump = dict[str, bytes]

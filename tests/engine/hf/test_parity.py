@@ -17,9 +17,9 @@ import pytest
 from prfaas.engine.api import EngineJob, Export, Resume, Sampling
 from prfaas.engine.hf import HFEngine
 from prfaas.engine.memory import MemorySegments
-from prfaas.engine.runner import JobOutcome, RunningJob, run
 from prfaas.kvspec import FullAttention
 from prfaas.studies.token_identical import GeneratedTokens, assert_token_identical
+from prfaas_lab.testing.engine_runs import JobOutcome, RunningJob, run
 from tests.engine.hf import models
 from tests.waiting import PATIENCE_S
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from prfaas.engine.api import EngineJob, Export, Finished, Resume, Sampling, Token
 from prfaas.engine.hf.sampling import Sampler
 from prfaas.engine.memory import MemorySegments
-from prfaas.engine.runner import run
 from prfaas.errors import EngineError
+from prfaas_lab.testing.engine_runs import run
 from tests.engine.hf import models
 from tests.engine.watching import Watched
 

@@ -18,13 +18,13 @@ from prfaas.engine.api import EngineJob, Export, Finished, Prefilled, Resume, Sa
 from prfaas.engine.hf import HFEngine, exporter
 from prfaas.engine.hf.exporter import StagedWriter
 from prfaas.engine.memory import MemorySegments
-from prfaas.engine.runner import run
 from prfaas.errors import EngineError
 from prfaas.kvd.engine_socket.client import KvdClient
 from prfaas.kvd.engine_socket.leases import WriteLease
 from prfaas.kvd.store import StoreOptions
 from prfaas.kvspec import Segment
 from prfaas.types import BlockHash
+from prfaas_lab.testing.engine_runs import run
 from tests.engine.contract import EngineContract, MakeEngine
 from tests.engine.hf import models
 from tests.engine.watching import BrokenSink, GatedSegments, Watched

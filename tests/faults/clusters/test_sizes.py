@@ -46,30 +46,30 @@ def test_real_engines_have_the_tiny_model_on_the_same_clusters() -> None:
     assert rates["south", "east"] == pytest.approx(FASTEST_GBPS * 5 / 100)
 
 
-def test_real_engines_need_no_deployment_file(
+async def test_real_engines_need_no_deployment_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a folder without configs/, only emulated engines miss a file."""
     monkeypatch.chdir(tmp_path)
     made: list[Path] = []
 
-    def tiny(cache: Path, *_: object) -> tuple[Deployment, Path]:
+    async def tiny(cache: Path, *_: object) -> tuple[Deployment, Path]:
         made.append(cache)
         raise InputError("the tiny model is made next")
 
     monkeypatch.setattr(preparation, "tiny_deployment", tiny)
     with pytest.raises(InputError, match="tiny model"):
-        prepare_fault_deployment("hf", None, tmp_path, tmp_path, print)
+        await prepare_fault_deployment("hf", None, tmp_path, tmp_path, print)
     assert made == [tmp_path]
     with pytest.raises(InputError, match=r"missing\.toml: no such file"):
-        prepare_fault_deployment("hf", Path("missing.toml"), tmp_path, tmp_path, print)
+        await prepare_fault_deployment("hf", Path("missing.toml"), tmp_path, tmp_path, print)
     with pytest.raises(InputError, match=r"case_study\.toml: no such file"):
-        prepare_fault_deployment("emulated", None, tmp_path, tmp_path, print)
+        await prepare_fault_deployment("emulated", None, tmp_path, tmp_path, print)
     assert made == [tmp_path]
 
 
-def test_the_prepared_deployment_can_be_planned(tmp_path: Path) -> None:
-    ready, lengths = prepare_fault_deployment("emulated", FILE, tmp_path, tmp_path, print)
+async def test_the_prepared_deployment_can_be_planned(tmp_path: Path) -> None:
+    ready, lengths = await prepare_fault_deployment("emulated", FILE, tmp_path, tmp_path, print)
     assert lengths == EMULATED
     network = NetworkStudy(tmp_path / "deployment.toml", "exact").network(ready.deployment)
     assert [home.cluster for home in network.homes] == ["east", "west"]

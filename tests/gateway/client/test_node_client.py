@@ -189,9 +189,8 @@ vllm:num_requests_waiting{engine="0",model_name="m"} 4.0
     listed = {"completions": ["prompt"], "chat": ["messages", "n"]}
     serves = {"completions": frozenset({"prompt"}), "chat": frozenset({"messages", "n"})}
     for extra, more in (
-        ({}, (False,)),
-        ({"prfaas": {"kvd_url": None}}, (True,)),
-        ({"prfaas": {"serves": listed}}, (True, serves)),
+        ({}, ()),
+        ({"prfaas": {"kvd_url": None, "serves": listed}}, (serves,)),
     ):
         body = json.dumps({"data": [{"id": "m", "max_model_len": 8, **extra}]}).encode()
         async with node(body, path="/v1/models") as client:

@@ -14,7 +14,6 @@ import pytest
 from prfaas.cache.hashing import PromptHashes
 from prfaas.config.gateway import DEFAULTS, GatewaySection
 from prfaas.errors import RequestError
-from prfaas.gateway.client.node_client import Card
 from prfaas.gateway.dispatch import handoff
 from prfaas.gateway.dispatch.background_calls import BackgroundCalls
 from prfaas.gateway.dispatch.handoff import AttemptFailed, DecodeNodeFull, HandOff, HandOffs
@@ -43,7 +42,7 @@ from tests.gateway.fleets import (
     with_timeouts,
 )
 from tests.gateway.peers import Peer, peer
-from tests.gateway.reports import report
+from tests.gateway.reports import NODE_CARD, report
 
 TIMEOUTS = DEFAULTS.timeouts
 
@@ -128,7 +127,7 @@ async def test_grant_then_prefill_then_commit() -> None:
         await one.node.script(PREFILL, PREFILLED)
         await one.kvd.script(COMMIT, status("committed"))
         params = await one.carry_out()
-        assert params == {"do_remote_prefill": True, "transfer_id": ID}
+        assert params == {"do_remote_prefill": True, "transfer_id": ID, "form": "canonical"}
         assert one.booking.stage == "landed"
         assert None not in (one.trace.granted_s, one.trace.committed_s)
         (body,) = await one.node.requested(PREFILL)
@@ -184,7 +183,7 @@ async def test_the_decode_engine_attaches_a_transfer_once_for_each_choice() -> N
         await one.kvd.script(COMMIT, status("committed"))
         one.request = replace(one.request, n=3)
         params = await one.carry_out()
-        assert params == {"do_remote_prefill": True, "transfer_id": ID, "attachments": 3}
+        assert params["transfer_id"] == ID and params["attachments"] == 3
         (body,) = await one.node.requested(PREFILL)
         assert "n" not in body, "the prefill generates nothing"
 
@@ -255,7 +254,7 @@ async def test_nodes_whose_formats_differ_since_a_restart_hand_nothing_off() -> 
     async with case() as one:
         upgraded = report("f", instance="second", revision="2")
         one.fleet.record_report(member_of(one.fleet, F), upgraded)
-        one.fleet.record_card(member_of(one.fleet, F), Card("m", None, ours=True))
+        one.fleet.record_card(member_of(one.fleet, F), NODE_CARD)
         with pytest.raises(AttemptFailed, match="formats differ") as failed:
             await one.carry_out()
         assert failed.value.unsent and failed.value.avoid == (F,)

@@ -10,7 +10,6 @@ import msgspec
 import pytest
 
 from prfaas.cache.hashing import PromptHashes
-from prfaas.gateway.client.node_client import Card
 from prfaas.gateway.client.token_ids import TokenIds
 from prfaas.gateway.dispatch import handoff
 from prfaas.gateway.dispatch.handoff import AttemptFailed
@@ -32,7 +31,7 @@ from tests.gateway.dispatch.test_handoff import (
 )
 from tests.gateway.fleets import LONG, A, B, F, member_of
 from tests.gateway.peers import peer
-from tests.gateway.reports import NATIVE_BLOCK, add_native, compat, native_compat, report
+from tests.gateway.reports import NATIVE_BLOCK, NODE_CARD, add_native, compat, native_compat, report
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +70,7 @@ async def test_the_chosen_format_decides_the_length_and_the_hashes() -> None:
         ids = prompt(2030)
         one.request = replace(one.request, token_ids=TokenIds.of(ids), conversation=True)
         add_native(one.fleet, F, B)
+        await one.kvd.script(OPEN, msgspec.structs.replace(GRANT, form="native"))
         await one.carry_out()
         (opened,) = await one.kvd.requested(OPEN)
         hashes = PromptHashes(ids).at(NATIVE_BLOCK)[: opened["handoff_tokens"] // NATIVE_BLOCK]
@@ -93,15 +93,6 @@ async def test_unlike_engines_hand_over_in_the_canonical_form(layout: str | None
         assert len(opened["hashes"]) == opened["handoff_tokens"] // 64
 
 
-async def test_an_earlier_kvd_names_no_form() -> None:
-    async with working() as one:
-        add_native(one.fleet, F)  # whose engine has to know the form nevertheless
-        assert "form" not in await one.carry_out()
-        assert one.trace.form == "canonical"
-        (body,) = await one.node.requested(PREFILL)
-        assert body["kv_transfer_params"]["grant"]["form"] == "canonical"
-
-
 async def test_a_grant_of_another_form_is_refused_and_aborted() -> None:
     async with working() as one:
         add_native(one.fleet, F, B)
@@ -118,7 +109,7 @@ async def test_engines_without_a_common_format_are_told_what_differs() -> None:
         add_native(one.fleet, B)
         upgraded = report("f", instance="second", revision="2", native="vllm-b")
         one.fleet.record_report(member_of(one.fleet, F), upgraded)
-        one.fleet.record_card(member_of(one.fleet, F), Card("m", None, ours=True))
+        one.fleet.record_card(member_of(one.fleet, F), NODE_CARD)
         with pytest.raises(AttemptFailed) as failed:
             await one.carry_out()
         for difference in (
@@ -145,6 +136,7 @@ async def test_a_prefix_is_copied_in_the_form_in_which_the_source_has_it() -> No
         await target.script(PULL, answer)
         copy = CacheCopy(A, F, 640, 1000, 0.1)
         one.booking.route = one.booking.route._replace(copies=(copy,))
+        await one.kvd.script(OPEN, msgspec.structs.replace(GRANT, form="native"))
         await one.carry_out()
         (asked,) = await target.requested(PULL)
         assert asked["compat"] == msgspec.to_builtins(native_compat())

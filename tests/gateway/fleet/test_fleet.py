@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from prfaas.errors import ConnectionLost
-from prfaas.gateway.client.node_client import Card, Load
+from prfaas.gateway.client.node_client import Load
 from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.types import ClusterId, NodeId
 from prfaas_lab.testing.clock import FakeClock
@@ -26,7 +26,7 @@ from tests.gateway.fleets import (
     placement,
     step,
 )
-from tests.gateway.reports import IDLE, appear, load, report
+from tests.gateway.reports import IDLE, NODE_CARD, appear, load, report
 
 
 @pytest.mark.parametrize("record", [Fleet.record_engine_failure, Fleet.record_kvd_failure])
@@ -75,7 +75,7 @@ async def test_an_engine_without_a_card_is_not_used() -> None:
     fleet.record_problem(far, "engine", ConnectionLost("refused"))
     fleet.refresh()
     assert (await place(router, placement(LONG, clock)))[0] == A
-    fleet.record_card(far, Card("m", None, ours=True))
+    fleet.record_card(far, NODE_CARD)
     fleet.refresh()
     assert (await place(router, placement(LONG, clock)))[0] == F
 

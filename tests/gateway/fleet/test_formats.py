@@ -11,7 +11,6 @@ import pytest
 from prfaas.config.gateway import DEFAULTS
 from prfaas.contracts.kvd_api import KvdReport
 from prfaas.errors import MalformedResponse
-from prfaas.gateway.client.node_client import Card
 from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.fleet.formats import LEAST_BLOCK_TOKENS, MOST_BLOCK_SIZES, NO_PD_MEMBER
 from prfaas.gateway.fleet.member import Member
@@ -35,6 +34,7 @@ from tests.gateway.fleets import (
 from tests.gateway.reports import (
     IDLE,
     NATIVE_BLOCK,
+    NODE_CARD,
     add_native,
     load,
     native_compat,
@@ -65,7 +65,7 @@ def changed(found: KvdReport, **more: object) -> KvdReport:
 
 
 def appear_engine(fleet: Fleet, member: Member, clock: FakeClock) -> None:
-    fleet.record_card(member, Card("m", None, ours=True))
+    fleet.record_card(member, NODE_CARD)
     load(fleet, member, IDLE, clock.now())
 
 
@@ -137,7 +137,7 @@ def poll(subject: Membership, members: list[Member], revisions: str, now_s: floa
         if revision.isupper():
             found = changed(found, model=revision)
         subject.record_report(member, found, now_s)
-        member.card, member.engine_seen_s = Card("m", None, ours=True), now_s
+        member.card, member.engine_seen_s = NODE_CARD, now_s
         member.engine.hear(now_s)
     subject.update_formats(now_s)
     clusters = subject.clusters

@@ -5,7 +5,7 @@ import pytest
 
 from prfaas.config.gateway import DEFAULTS
 from prfaas.errors import MalformedResponse, Refused, Unreachable
-from prfaas.gateway.client.node_client import Card, Load
+from prfaas.gateway.client.node_client import Load
 from prfaas.gateway.fleet.member import Member
 from prfaas.gateway.fleet.membership import Membership
 from prfaas.types import ClusterId, NodeId
@@ -13,7 +13,7 @@ from prfaas_lab.testing.clock import FakeClock
 from tests.gateway.backends import FAR, HOME, deployment
 from tests.gateway.fleet.test_formats import changed
 from tests.gateway.fleets import B, fleet_and_router, member_of
-from tests.gateway.reports import appear, report
+from tests.gateway.reports import NODE_CARD, appear, report
 
 TIMEOUTS = DEFAULTS.timeouts
 
@@ -36,7 +36,7 @@ def answer(subject: Membership, member: Member, name: str, now_s: float, **more:
 
 
 def engine_answers(member: Member, now_s: float) -> None:
-    member.card, member.engine_seen_s = Card("m", None, ours=True), now_s
+    member.card, member.engine_seen_s = NODE_CARD, now_s
     member.engine.hear(now_s)
 
 
@@ -162,7 +162,7 @@ def test_a_node_that_has_exited_leaves_the_plan_and_does_not_return_to_it_as_sil
     clock.advance(TIMEOUTS.unresponsive_s)
     assert member.is_silent(clock.now()) and not member.has_hung(clock.now())
     assert B not in fleet.members.expected_nodes(member.cluster, clock.now())
-    fleet.record_card(member, Card("m", None, ours=True))
+    fleet.record_card(member, NODE_CARD)
     fleet.record_load(member, Load(0, 0), leaving=False, asked_s=clock.now() + 0.1, own=0)
     clock.advance(0.2)
     fleet.record_report(member, report("b"))

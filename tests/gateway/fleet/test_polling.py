@@ -33,7 +33,8 @@ TIMEOUTS = DEFAULTS.timeouts
 N = NodeId("n")
 STATS, EVENTS, ROLE = "GET /v1/stats", "GET /v1/events", "GET /v1/role"
 MODELS, METRICS, HEALTH = "GET /v1/models", "GET /metrics", "GET /health"
-CARD = {"data": [{"id": "m", "max_model_len": 4096, "prfaas": {}}]}
+SERVES = {"completions": ["prompt"], "chat": ["messages"]}
+CARD = {"data": [{"id": "m", "max_model_len": 4096, "prfaas": {"serves": SERVES}}]}
 LOAD = "vllm:num_requests_running 2\nvllm:num_requests_waiting 1\n"
 PROMPT = PromptHashes(prompt(640))
 

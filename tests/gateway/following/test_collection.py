@@ -86,7 +86,7 @@ async def test_a_silent_process_is_not_waited_for(monkeypatch: pytest.MonkeyPatc
 
 async def test_vllm_is_not_asked() -> None:
     async with case() as one:
-        one.fleet.record_card(member_of(one.fleet, B), Card("m", None, ours=False))
+        one.fleet.record_card(member_of(one.fleet, B), Card("m", None))
         await one.kvd.script(WHAT, ProcessSpans())
         found = await one.collector.collect(TRACE_ID, [B])
         assert len(found.missing) == 1 and not one.node.bodies

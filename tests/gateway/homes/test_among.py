@@ -157,14 +157,6 @@ async def test_with_the_lease_it_plans_and_has_the_plan_kept() -> None:
         assert list(here.others_plans.draining) == [E0]
 
 
-async def test_where_most_kvds_keep_no_plans_every_gateway_plans_for_itself() -> None:
-    async with gateway_among() as here:
-        for url in ("http://0", "http://1"):
-            here.site.kvds[url].older = True
-        await here.records.step()
-        assert not here.among.follows and not here.among.plans
-
-
 async def test_what_another_gateway_says_does_not_end_its_planning() -> None:
     async with gateway_among() as here:
         await here.until_planning()

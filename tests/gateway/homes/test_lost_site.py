@@ -19,7 +19,7 @@ from prfaas.scheduler.plan import Plan
 from prfaas.types import ClusterId, NodeId
 from prfaas_lab.testing.clock import FakeClock
 from tests.gateway.homes.regions import E0, E1, EAST, F0, NODES, W0, W1, WEST, regions
-from tests.gateway.planning.kept import of_older_kvds
+from tests.gateway.planning.kept import nothing_kept
 from tests.gateway.reports import appear
 
 
@@ -43,7 +43,7 @@ async def test_the_next_planner_plans_without_the_lost_site_and_with_it_after_it
     both = (EAST, WEST)
     router.follow({h: replace(plan, together=both) for h, plan in router.plans.items()})
     traffic = HomeTraffic(fleet.homes, clock.now(), deployment.scheduler.replan.window_s)
-    kept = await of_older_kvds(deployment, made.network, fleet, clock)
+    kept = await nothing_kept(deployment, made.network, fleet, clock)
     coordination = Elected(traffic.histories, kept, plans=False)
     async with open_client() as http, BackgroundCalls(0.0) as calls:
         for member in fleet.members:

@@ -12,7 +12,6 @@ from prfaas.config.deployment import GatewayEntry
 from prfaas.contracts.gateway_api import (
     MAX_REPORT_BYTES,
     REPORT_PATH,
-    GatewayReport,
     NodeLoad,
 )
 from prfaas.gateway.peers.peers import OthersWork, PeerGateways
@@ -195,15 +194,3 @@ async def test_an_only_gateway_polls_no_other_one() -> None:
     async with gateways("east") as (east,), polling([east.entry]) as peers:
         assert not peers.statuses() and not peers.traffic and others(peers) == NOTHING
     assert not east.backend.polls
-
-
-def test_reports_and_gateways_of_an_earlier_version_understand_each_other() -> None:
-    """They report the plan and orders to drain, and require these fields."""
-    made = msgspec.to_builtins(report(followed=(2, 7), drained=("north",)))
-    assert made["plan"] is None and made["drains"] == {}
-    order = {"drained": True, "version": 7}
-    plan = {"epoch": 2, "number": 7, "homes": {}, "draining": []}
-    earlier = {**made, "plan": plan, "drains": {"north": order}}
-    del earlier["followed"], earlier["drained"]
-    read = msgspec.convert(earlier, GatewayReport)
-    assert read.followed is None and read.drained == () and read.cluster == "west"

@@ -26,10 +26,10 @@ from prfaas_lab.testing.clock import FakeClock
 from tests.gateway.reports import report
 
 
-async def of_older_kvds(
+async def nothing_kept(
     deployment: Deployment, network: NetworkProblem, fleet: Fleet, clock: Clock
 ) -> KeptPlans:
-    """The kvds of this fleet keep no records, and that is known."""
+    """The kvds of this fleet keep no records yet, and that is known."""
 
     def call(url: str) -> KvdClient:
         raise AssertionError("a kvd that keeps no records is not asked")
@@ -46,7 +46,6 @@ class MemoryKvd:
         self.url = url
         self.kept = PlanningRecords()
         self.promised_epoch = 0
-        self.older = False  # of a version that keeps no records
         self.down = False
         # What it says instead of the truth, when asked which versions it keeps.
         self.lie: Callable[[], tuple[RecordVersion, ...]] | None = None
@@ -77,8 +76,6 @@ class MemoryKvd:
     def _answer(self) -> None:
         if self.down:
             raise Unreachable(self.url)
-        if self.older:
-            raise PeerHttpError(404, "unknown", "this path is not served")
 
 
 class Site:
@@ -116,8 +113,7 @@ class Gateway:
             if kvd.down or url in self.cut:
                 member.kvd_failed_s = now_s
                 continue
-            versions = None if kvd.older else kvd.versions
-            member.report = msgspec.structs.replace(report(url), records=versions)
+            member.report = msgspec.structs.replace(report(url), records=kvd.versions)
             member.kvd.hear(now_s)
             member.kvd_seen_s = now_s
             member.kvd_failed_s = now_s - 1.0

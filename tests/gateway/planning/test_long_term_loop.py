@@ -43,7 +43,7 @@ from tests.gateway.backends import (
 from tests.gateway.backends import deployment as plain_deployment
 from tests.gateway.conftest import Hosts
 from tests.gateway.fleets import FARS, HOMES, PD, A, B, C, F, fleet_and_router, member_of
-from tests.gateway.planning.kept import of_older_kvds
+from tests.gateway.planning.kept import nothing_kept
 from tests.gateway.reports import IDLE, appear
 
 
@@ -146,7 +146,7 @@ async def test_a_restart_is_no_reason_for_another_plan_until_the_node_is_forgott
         copies = PrefixCopies(fleet, http, background_calls, clock)
         evacuations = Evacuations(fleet, copies, background_calls, clock, made.scheduler.moves)
         traffic = HomeTraffic(fleet.homes, clock.now(), made.scheduler.replan.window_s)
-        kept = await of_older_kvds(made, as_network(problem(made)), fleet, clock)
+        kept = await nothing_kept(made, as_network(problem(made)), fleet, clock)
         coordination = Alone(traffic.histories, kept, plans=True)
         roles = RoleChanges(fleet, evacuations, http, coordination)
         loop = LongTermLoop(fleet, router, roles, made, problem(made), clock, coordination)

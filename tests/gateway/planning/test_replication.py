@@ -12,7 +12,6 @@ import pytest
 
 from prfaas.cache.hashing import PromptHashes
 from prfaas.config.deployment import MovesSection
-from prfaas.gateway.client.node_client import Card
 from prfaas.gateway.dispatch.background_calls import BackgroundCalls
 from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.placement import PlacementRequest
@@ -28,7 +27,7 @@ from tests.gateway.conftest import Hosts
 from tests.gateway.fleets import PD, A, B, C, fleet_and_router, member_of
 from tests.gateway.hot import SHARED_TOKENS, Crowd, deployment
 from tests.gateway.peers import peer
-from tests.gateway.reports import IDLE, NATIVE_BLOCK, add_native, native_compat, report
+from tests.gateway.reports import IDLE, NATIVE_BLOCK, NODE_CARD, add_native, native_compat, report
 from tests.waiting import PATIENCE_S
 
 
@@ -151,7 +150,7 @@ async def test_no_prefix_is_copied_to_a_node_with_another_format() -> None:
         fleet = await busy_fleet(clock, url)
         upgraded = member_of(fleet, B)
         fleet.record_report(upgraded, report("b", instance="second", revision="2"))
-        fleet.record_card(upgraded, Card("m", None, ours=True))
+        fleet.record_card(upgraded, NODE_CARD)
         fleet.refresh()
         assert len(fleet.sets) == 2
         assert fleet.prefixes.add(upgraded, B)

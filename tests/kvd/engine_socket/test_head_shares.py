@@ -267,17 +267,3 @@ def test_the_client_refuses_heads_that_the_group_does_not_have(
             lease.ready(Segment("full0", 0, 0, 4), heads)
         with pytest.raises(InputError, match=r"heads of full1 are range\(0, 1\)"):
             lease.ready(Segment("full1", 5, 0, 4), range(0, 2))
-
-
-def test_a_share_is_not_sent_to_a_kvd_that_would_take_it_for_the_whole(
-    idle_pair: tuple[Host, Host],
-) -> None:
-    with engine(idle_pair[0]) as prefill:
-        lease = begun(prefill.begin(names(PROMPT), TOKENS))
-        connection = prefill._connected()
-        assert connection.registered.head_shares
-        connection.registered = msgspec.structs.replace(connection.registered, head_shares=False)
-        with pytest.raises(InputError, match="restart the kvd"):
-            lease.ready(Segment("full0", 0, 0, 4), range(0, 2))
-        lease.ready(Segment("full0", 0, 0, 4), range(0, 4))  # the whole, which every kvd knows
-        lease.ready(Segment("full0", 0, 0, 4))

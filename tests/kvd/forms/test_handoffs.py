@@ -137,14 +137,6 @@ def test_a_grant_is_filled_in_its_own_form_only(pair: tuple[Host, Host], form: F
         assert there.settled(grant)["state"] == "committed"
 
 
-def test_the_grant_of_an_earlier_kvd_names_no_form(pair: tuple[Host, Host]) -> None:
-    here, there = pair
-    with engine(here) as prefill, there.engine():
-        grant = msgspec.structs.replace(there.grant(PROMPT), form=None)
-        write(prefill, "canonical", PROMPT, grant)
-        assert there.settled(grant)["state"] == "committed"
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_a_rank_joins_a_lease_of_its_form_only(host: Host, form: Form) -> None:
     """The pages of the ticket are of one arena; in the other one they are another request's."""
@@ -255,8 +247,7 @@ def test_a_prefix_of_the_other_form_is_not_pulled(pair: tuple[Host, Host], form:
 
 
 def test_a_pull_without_a_format_is_for_the_first_pool(pair: tuple[Host, Host]) -> None:
-    """It comes from a gateway of an earlier version. The source has these hashes in its other pool,
-    whose bytes would be wrong here."""
+    """The source has these hashes in its other pool, whose bytes would be wrong here."""
     here, there = pair
     with engine(here) as source, engine(there) as target:
         write(source, "native", PROMPT)

@@ -270,7 +270,6 @@ def test_vllm_servers_have_our_connector_and_all_gpus(folder: Path, engine: Engi
     given = {one["name"]: one.get("value") for one in made["env"]}
     assert given[member_access.MEMBER_KEY_FILE] == "/etc/prfaas/secrets/member.key"
     assert given[member_access.METRICS_KEY_FILE] == "/etc/prfaas/secrets/metrics.key"
-    assert member_access.OPERATOR_KEY_FILE not in given
     assert "VLLM_API_KEY" not in given  # it could not be replaced
     hook = made["lifecycle"]["preStop"]["exec"]["command"]
     assert hook[hook.index("--leave-file") + 1] == given[member_access.LEAVING_FILE]

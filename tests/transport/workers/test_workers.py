@@ -15,7 +15,6 @@ import pytest
 
 from prfaas.config.address import Address
 from prfaas.errors import ConnectionLost, TransferFailed
-from prfaas.security.certificates import make_certificates
 from prfaas.security.tls import SERVICE_NAME, TlsFiles, TlsIdentity
 from prfaas.transport.grants import transfer_key
 from prfaas.transport.link import LinkOptions, Transfer, TransferLink
@@ -34,6 +33,7 @@ from prfaas.transport.workers.process import WorkerProcess
 from prfaas.types import Grant
 from prfaas.wan.path import Conditions
 from prfaas.wan.relay import Relay
+from prfaas_lab.testing.certificates import make_certificates
 from tests.transport.ends import (
     Owner,
     expect,
@@ -188,7 +188,7 @@ def test_certificates_that_are_read_again_count_for_new_connections(tmp_path: Pa
     ):
         for renewed in (False, True):
             if renewed:  # a new CA, which the old certificates are not of
-                make_certificates(tmp_path, force=True)
+                make_certificates(tmp_path)
                 ours.reload()
             with TransferLink(
                 listener.address, options=OPTIONS, tls=ours.client, workers=workers

@@ -72,9 +72,13 @@ class Card(NamedTuple):
 
     model: str
     max_tokens: int | None
-    ours: bool  # it is a `prfaas node`, which can also hand off states at boundaries inside a step
-    # The fields that it accepts, by endpoint. None: it does not say.
+    # The fields that a `prfaas node` accepts, by endpoint. None: it is another server.
     serves: Mapping[Endpoint, frozenset[str]] | None = None
+
+    @property
+    def ours(self) -> bool:
+        """It is a `prfaas node`, which can also hand off states at boundaries inside a step."""
+        return self.serves is not None
 
 
 _FieldNames: TypeAlias = Annotated[
@@ -86,6 +90,10 @@ _FieldNames: TypeAlias = Annotated[
 class _Serves(msgspec.Struct, frozen=True):
     completions: _FieldNames
     chat: _FieldNames
+
+
+class _Published(msgspec.Struct, frozen=True):
+    serves: _Serves
 
 
 class _Prefilled(msgspec.Struct, frozen=True):
@@ -128,7 +136,7 @@ class NodeClient:
             raise MalformedResponse(f"{self.url}: id is not the name of a model")
         if longest is not None:
             count(longest, f"{self.url}: max_model_len", _MOST_TOKENS)
-        return Card(model, longest, ours is not None, _serves(ours, self.url))
+        return Card(model, longest, None if ours is None else _serves(ours, self.url))
 
     async def load(self) -> Load:
         """The sum over the engines of a server: with data parallelism a server has several."""
@@ -347,15 +355,12 @@ async def _events(exchange: Exchange, count_held: Count) -> AsyncIterator[list[b
         raise
 
 
-def _serves(ours: object, url: str) -> Mapping[Endpoint, frozenset[str]] | None:
-    """The fields that a `prfaas node` publishes; None for a version that publishes none."""
-    published = ours.get("serves") if isinstance(ours, dict) else None
-    if published is None:
-        return None
+def _serves(ours: object, url: str) -> Mapping[Endpoint, frozenset[str]]:
+    """The fields that a `prfaas node` publishes."""
     try:
-        serves = msgspec.convert(published, _Serves)
+        serves = msgspec.convert(ours, _Published).serves
     except msgspec.ValidationError as error:
-        raise MalformedResponse(f"{url}: serves is not a list of fields: {error}") from None
+        raise MalformedResponse(f"{url}: prfaas.serves is not a list of fields: {error}") from None
     return {"completions": frozenset(serves.completions), "chat": frozenset(serves.chat)}
 
 

@@ -68,12 +68,7 @@ MOST_REMEMBERED = 4_096  # combinations of an engine and fields
 def check_names(card: Card, request: GatewayRequest) -> None:
     """Raises `RequestError` for a field that the engine would refuse or ignore."""
     endpoint: Endpoint = "completions" if request.path == "/v1/completions" else "chat"
-    if card.serves is not None:
-        accepted = card.serves[endpoint]
-    elif card.ours:
-        return  # an earlier version, which refuses fields itself
-    else:
-        accepted = passed_to_vllm(endpoint)
+    accepted = passed_to_vllm(endpoint) if card.serves is None else card.serves[endpoint]
     for name, value in request.fields.items():
         ignored = card.serves is None and _is_null(value) and name in known_fields(endpoint)
         if name not in accepted and not ignored:

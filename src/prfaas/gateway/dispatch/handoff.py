@@ -243,15 +243,13 @@ class HandOff:
         trace.form = compat.form
         if self._route.copies:
             await self._copy_prefixes(prompt, trace)
-        # The prefill engine may have two forms, also where the grant of an earlier kvd names none.
-        sent = msgspec.structs.replace(grant, form=compat.form)
         body = {
             "model": card.model,
             "prompt": request.token_ids.json(length.handoff_tokens),
             "max_tokens": 1,
             "temperature": 0.0,
             **({"cache_salt": request.salt} if request.salt else {}),
-            "kv_transfer_params": encode(RemoteDecode(sent, length.handoff_tokens)),
+            "kv_transfer_params": encode(RemoteDecode(grant, length.handoff_tokens)),
         }
         course.prefill = begin_call(trace.context, self._clock.now())
         traced = trace.context.headers_of(course.prefill.traceparent)
@@ -295,7 +293,7 @@ class HandOff:
             self._abort(answer.transfer_id)
             problem = "its kvd has granted another transfer than the one that was requested"
             raise AttemptFailed(f"{self._route.decode}: {problem}", self._route.decode)
-        if answer.form not in (None, transfer.compat.form):
+        if answer.form != transfer.compat.form:
             problem = f"its kvd has granted the {answer.form} form"
             raise AttemptFailed(
                 f"{self._route.decode}: {problem}, and not the {transfer.compat.form} one",

@@ -45,9 +45,7 @@ class AmongGateways:
 
     @property
     def follows(self) -> bool:
-        # While most kvds are of a version that keeps no plans, each gateway plans for the recorded
-        # roles itself.
-        return not self.plans and self._kept.is_possible
+        return not self.plans
 
     @property
     def is_informed(self) -> bool:

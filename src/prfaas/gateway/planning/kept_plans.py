@@ -66,10 +66,6 @@ class KeptPlans:
         return self._records.is_informed
 
     @property
-    def is_possible(self) -> bool:
-        return self._records.is_possible
-
-    @property
     def epoch(self) -> int:
         """Of the plan that a majority of the kvds keeps; 0: they keep none."""
         found = self._records.found(PLAN)

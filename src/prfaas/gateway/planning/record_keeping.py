@@ -6,8 +6,7 @@ gateway polls anyway, say which versions they keep; a gateway reads the data of 
 does not have from one of them, and the digest in the others' reports vouches for it.
 
 Every gateway has the records that it knows kept by kvds that have an earlier version or none, such
-as one that was restarted. Kvds of a version that keeps no records are left alone. Where no majority
-can be reached, gateways go on with what they know.
+as one that was restarted. Where no majority can be reached, gateways go on with what they know.
 """
 
 from __future__ import annotations
@@ -92,7 +91,6 @@ class RecordKeeping:
         self._seen: dict[str, _Seen] = {}  # by URL, of the kvds that answer
         self._urls: Sequence[str] = ()  # of all of them
         self._answered: set[str] = set()  # URLs of kvds that have reported since the start
-        self._older: set[str] = set()  # those of a version that keeps no records
         self._found: dict[str, Record] = {}  # what a majority keeps, or has kept
         self._wanted: dict[str, Record] = {}  # of this gateway, until a majority keeps them
         self._calls = asyncio.Semaphore(_MOST_CALLS)
@@ -137,12 +135,6 @@ class RecordKeeping:
             return False
         return all(self._has_read(name) for name in self._names)
 
-    @property
-    def is_possible(self) -> bool:
-        """Whether so many kvds are of a version that keeps records that a majority can."""
-        newer = [url for url in self._urls if url not in self._older]
-        return not self._older or self._electors.are_enough(newer, self._urls)
-
     async def step(self) -> None:
         """Reads what is new, and sends what is missing. Comes several times a second."""
         async with self._stepping:
@@ -169,11 +161,7 @@ class RecordKeeping:
             self._seen.pop(url, None)
             return
         self._answered.add(url)
-        self._older.discard(url)
-        if report.records is None:
-            self._older.add(url)
-            self._seen.pop(url, None)
-        elif url not in self._seen or self._seen[url].report is not report:
+        if url not in self._seen or self._seen[url].report is not report:
             self._seen[url] = _Seen(report, {one.name: one for one in report.records})
 
     def _has_read(self, name: str) -> bool:

@@ -27,7 +27,6 @@ _LOG = logging.getLogger(__name__)
 
 MEMBER_KEY_FILE = "PRFAAS_MEMBER_KEY_FILE"
 METRICS_KEY_FILE = "PRFAAS_METRICS_KEY_FILE"
-OPERATOR_KEY_FILE = "PRFAAS_OPERATOR_KEY_FILE"  # opens /metrics, too, as in earlier versions
 LEAVING_FILE = "PRFAAS_LEAVING_FILE"
 POLL_S = 5.0  # between two looks at the files
 _HEALTH, _METRICS = "/health", "/metrics"
@@ -46,14 +45,14 @@ class MemberAccess:
         self._app = app
         self._clock = clock or MonotonicClock()
         self._member = _required(MEMBER_KEY_FILE)
-        named = [os.environ.get(name) for name in (METRICS_KEY_FILE, OPERATOR_KEY_FILE)]
-        self._for_metrics = [SharedKey.read(Path(file)) for file in named if file]
+        metrics = os.environ.get(METRICS_KEY_FILE)
+        self._metrics = SharedKey.read(Path(metrics)) if metrics else None
         leaving = os.environ.get(LEAVING_FILE)
         self._leaving = Path(leaving) if leaving else None
         if self._leaving is not None:
             # Of a server of this pod that was stopped, and started again.
             self._leaving.unlink(missing_ok=True)
-        self._keys = [self._member, *self._for_metrics]
+        self._keys = [key for key in (self._member, self._metrics) if key is not None]
         self._watch = FileWatch(self._keys)
         self._looked_s = self._clock.now()
 
@@ -77,7 +76,7 @@ class MemberAccess:
         text = given.decode("utf-8", "surrogateescape")
         if self._member.accepts(text):
             return True
-        return path == _METRICS and any(key.accepts(text) for key in self._for_metrics)
+        return path == _METRICS and self._metrics is not None and self._metrics.accepts(text)
 
     def _look(self) -> None:
         now_s = self._clock.now()

@@ -180,11 +180,8 @@ class KvdClient:
         answer, up to `tokens`, a block boundary. The engine has full attention from `first_token`
         on, and windows and states after `tokens`. The lease pins nothing, so a commit fails with
         TransferFailed when the pool has lost what precedes the answer."""
-        connection = self._connected()
-        if not connection.registered.keeps_answers:
-            return NotNow("the kvd is of an earlier version, which does not keep answers", 3600.0)
         call = Begin(tuple(hashes), tokens, answer_from=first_token, tenant=tenant)
-        return connection.begin(call)
+        return self._connected().begin(call)
 
     def attach(self, transfer_id: TransferId, attachments: int = 1) -> ReadLease:
         """Takes over a committed transfer. TransferFailed names the reason when this is not
@@ -364,14 +361,7 @@ class _Connection:
         return reply
 
     def ready(self, lease_id: int, segment: SegmentName) -> None:
-        """Segments that become ready while another thread sends share one frame. InputError for
-        a share of the heads when the kvd would take it for the whole segment."""
-        if segment.heads and not self.registered.head_shares:
-            raise InputError(
-                "the kvd is of an earlier version, which does not know shares of heads",
-                where="heads",
-                fix="restart the kvd with the version of the engine",
-            )
+        """Segments that become ready while another thread sends share one frame."""
         with self._lock:
             self._ready.setdefault(lease_id, []).append(segment)
         self._send(None)

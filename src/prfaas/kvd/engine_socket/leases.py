@@ -196,7 +196,7 @@ class WriteLease:
         """Reports a written segment, or these heads of it, without waiting for an answer. With a
         grant, the kvd sends the segment as soon as every head is written, if the receiver lacks it.
         Without `heads` it never raises: `commit` reports a kvd that has exited. InputError when the
-        segment has no such heads, or when the kvd does not know shares of heads."""
+        segment has no such heads."""
         if heads is None or all_heads(self._arena.spec, segment, heads):
             name = SegmentName(segment.group, segment.layer, segment.start, segment.stop)
         else:

@@ -196,10 +196,6 @@ class Registered(msgspec.Struct, frozen=True, tag="registered"):
     page_bytes: _Size
     pages: _Size
     instance: str = ""  # identifies the kvd's process: after a restart it is another one
-    # The kvd knows `SegmentName.heads`. An earlier version would take a share for the whole.
-    head_shares: bool = False
-    # The kvd knows `Begin.answer_from`. An earlier version would pin and evict for it.
-    keeps_answers: bool = False
 
 
 class LeaseTicket(msgspec.Struct, frozen=True, tag="ticket"):

@@ -337,8 +337,6 @@ class _Connection(asyncio.Protocol):
             page_bytes=arena.page_bytes,
             pages=arena.pages,
             instance=store.events.instance,
-            head_shares=True,
-            keeps_answers=True,
         )
         answer = frame(NumberedAnswer(number, registered))
         # Not through the transport, which cannot pass descriptors and has nothing to write yet.

@@ -432,7 +432,7 @@ def owner_of(request: Begin) -> str:
 def check_grant(storage: Storage, grant: Grant, tokens: int) -> None:
     """InputError when no receiver of this model can have made the grant. A grant comes from another
     host: without this check a number in it could keep the event loop busy for hours."""
-    if grant.form is not None and grant.form != storage.form:
+    if grant.form != storage.form:
         raise InputError(
             f"the receiver takes the {grant.form} form, and this pool has the {storage.form} form",
             where="grant",

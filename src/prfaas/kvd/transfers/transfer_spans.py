@@ -27,4 +27,4 @@ def record_transfer(
 
 def transfer_attributes(grant: Grant, nbytes: int, form: Form | None = None) -> dict[str, Value]:
     """`form`: None: that of the grant."""
-    return {TRANSFER_ID: grant.transfer_id, NBYTES: nbytes, FORM: form or grant.form or ""}
+    return {TRANSFER_ID: grant.transfer_id, NBYTES: nbytes, FORM: form or grant.form}

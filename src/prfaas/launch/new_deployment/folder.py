@@ -23,7 +23,6 @@ from typing import NamedTuple
 import msgspec
 
 from prfaas.config import Deployment
-from prfaas.config.strict import parse_toml, read_text
 from prfaas.config.write import deployment_toml
 from prfaas.errors import InputError
 from prfaas.launch.new_deployment.answers import Answers, Instance, folder_name, with_host
@@ -53,9 +52,6 @@ _CA_KEY = "ca.key"
 _KEY_BYTES = 32
 _ALL_KEYS = (MEMBER_KEY, OPERATOR_KEY, METRICS_KEY)  # as `_SharedKeys` has them
 _OPERATORS = (OPERATOR_KEY, METRICS_KEY)
-# Lines of host files and of the deployment's file.
-_OPERATOR_LINE = f'operator_key_file = "{OPERATOR_KEY}"'
-_METRICS_LINE = f'metrics_key_file = "{METRICS_KEY}"'
 
 
 class _SharedKeys(NamedTuple):
@@ -120,7 +116,6 @@ def add_host(folder: Path, cluster: str, host: str) -> tuple[Answers, Instance]:
     gateway = folder / "hosts" / folder_name(answers.gateway)
     try:
         tree = FileTree(folder)
-        _add_metrics_key(tree, folder, answers)
         if not (folder / at / CERT).exists():
             authority = read_authority(folder)
             found = [(gateway / name).read_bytes() for name in _ALL_KEYS]
@@ -145,7 +140,6 @@ def renew_certificates(folder: Path) -> Answers:
         for host in answers.hosts:
             _write_pair(tree, f"hosts/{folder_name(host)}", authority.issue(host, answers.days))
         _write_pair(tree, OPERATOR, authority.issue_client(OPERATOR, answers.days))
-        _add_metrics_key(tree, folder, answers)
     except OSError as error:
         raise _lost(error, folder) from None
     return answers
@@ -232,65 +226,6 @@ def _write_credentials(
 def _keys_of(answers: Answers, host: str) -> Sequence[str]:
     """Other hosts than the gateway's need not be trusted with orders."""
     return _ALL_KEYS if host == answers.gateway else (MEMBER_KEY, METRICS_KEY)
-
-
-def has_metrics_key(folder: Path, answers: Answers) -> bool:
-    """False for a folder of an earlier version."""
-    return (folder / "hosts" / folder_name(answers.gateway) / METRICS_KEY).exists()
-
-
-def _add_metrics_key(tree: FileTree, folder: Path, answers: Answers) -> None:
-    """In a folder of an earlier version, whose hosts have the operator key for `/metrics`: makes
-    the metrics key, names it in the files of hosts and gateway instead, and takes the operator key
-    out of the folders of other hosts. What the operator has edited in these files stays, and so
-    does a key that an edited file names (`files_to_edit`). A call that was interrupted is repeated
-    by the next one."""
-    if has_metrics_key(folder, answers):
-        return
-    key = _new_key()
-    for host in answers.hosts:
-        at = f"hosts/{folder_name(host)}"
-        for instance in answers.instances:
-            if instance.host == host:
-                name = f"{at}/{host_file_name(instance)}"
-                text = (folder / name).read_text(encoding="utf-8")
-                tree.write(name, text.replace(_OPERATOR_LINE, _METRICS_LINE).encode())
-        if host != answers.gateway:
-            tree.write(f"{at}/{METRICS_KEY}", key, secret=True)
-            if not any(_names_operator_key(file) for file in _host_files(folder, answers, host)):
-                (folder / at / OPERATOR_KEY).unlink(missing_ok=True)
-    at = f"hosts/{folder_name(answers.gateway)}"
-    text = (folder / at / DEPLOYMENT).read_text(encoding="utf-8")
-    if "metrics_key_file" not in _section(folder / at / DEPLOYMENT, "gateway"):
-        both = f"{_OPERATOR_LINE}\n{_METRICS_LINE}"
-        tree.write(f"{at}/{DEPLOYMENT}", text.replace(_OPERATOR_LINE, both).encode())
-    tree.write(f"{OPERATOR}/{METRICS_KEY}", key, secret=True)
-    tree.write(f"{at}/{METRICS_KEY}", key, secret=True)  # the last one: the folder is upgraded
-
-
-def files_to_edit(folder: Path, answers: Answers) -> list[Path]:
-    """Files of hosts and gateway that do not name the metrics key, because the operator has written
-    the line with the operator key in another way."""
-    hosts = [file for host in answers.hosts for file in _host_files(folder, answers, host)]
-    found = [file for file in hosts if _names_operator_key(file)]
-    gateway = folder / "hosts" / folder_name(answers.gateway) / DEPLOYMENT
-    if "metrics_key_file" not in _section(gateway, "gateway"):
-        found.append(gateway)
-    return found
-
-
-def _host_files(folder: Path, answers: Answers, host: str) -> list[Path]:
-    at = folder / "hosts" / folder_name(host)
-    return [at / host_file_name(one) for one in answers.instances if one.host == host]
-
-
-def _names_operator_key(host_file: Path) -> bool:
-    return any("operator_key_file" in _section(host_file, name) for name in ("kvd", "node"))
-
-
-def _section(file: Path, name: str) -> Mapping[str, object]:
-    found = parse_toml(read_text(file), file).get(name)
-    return found if isinstance(found, dict) else {}
 
 
 def _write_pair(tree: FileTree, at: str, issued: IssuedCertificate) -> None:

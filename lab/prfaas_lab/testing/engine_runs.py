@@ -1,8 +1,9 @@
-"""Runs one job and waits for it: for profilers, tests and other callers without an event loop."""
+"""Runs one job of an engine and waits for it, and a sink for state that nobody needs."""
 
 from __future__ import annotations
 
 import queue
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy.typing as npt
 
 from prfaas.engine.api import Engine, EngineJob, Event, Finished, JobFailed, Prefilled, Token
 from prfaas.errors import EngineError
+from prfaas.kvspec import KVSpec, Segment, segment_bytes
 from prfaas.types import NotNow
 
 PATIENCE_S = 300.0  # between two events
@@ -60,3 +62,25 @@ class RunningJob:
 
 def run(engine: Engine, job: EngineJob, timeout_s: float = PATIENCE_S) -> JobOutcome:
     return RunningJob(engine, job).result(timeout_s)
+
+
+class ScratchSink:
+    """One block of memory that every segment overwrites: for measurements that need no result."""
+
+    def __init__(self, spec: KVSpec, nbytes: int) -> None:
+        self._spec = spec
+        self._memory = memoryview(bytearray(nbytes))
+        self._at = 0
+        self.nbytes = 0  # ready so far
+
+    def buffers(self, segment: Segment) -> Sequence[memoryview]:
+        size = segment_bytes(self._spec, segment)
+        assert size <= self._memory.nbytes, f"{segment.name} is larger than the scratch memory"
+        if self._at + size > self._memory.nbytes:
+            self._at = 0
+        view = self._memory[self._at : self._at + size]
+        self._at += size
+        return (view,)
+
+    def ready(self, segment: Segment, heads: range | None = None) -> None:
+        self.nbytes += segment_bytes(self._spec, segment)
