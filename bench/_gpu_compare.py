@@ -1,4 +1,4 @@
-"""Part `compare` of `bench/gpu.py`: `prfaas handoff --compare` on many prompts, and on a state
+"""Part `compare` of `bench/gpu.py`: `prfaas doctor pair --try` on many prompts, and on a state
 with changed exponent bits."""
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from _gpu_options import GpuOptions
 from prfaas.clock import MonotonicClock
 from prfaas.errors import EngineError
 from prfaas.launch.attached_process import attached_kvd
-from prfaas.studies.single_handoff import HandoffReport, HandoffRequest, NodePair, run_handoff
+from prfaas.studies.pair_check import EnginePair
+from prfaas.studies.single_handoff import HandoffReport, HandoffRequest, run_handoff
 from prfaas_lab.testing.damage import DamageGate, HeadOfLayer
 
 PROMPTS, SMALL_PROMPTS = 20, 4
@@ -119,7 +120,7 @@ def _hand_off(
     seed: int,
     answer_tokens: int = ANSWER_TOKENS,
 ) -> HandoffReport:
-    pair = NodePair(prefill.url, decode.url, None, None)
+    pair = EnginePair(prefill.url, decode.url)
     request = HandoffRequest(rack.prompt(tokens, seed), answer_tokens, compare=True)
 
     async def bounded() -> HandoffReport:
