@@ -17,7 +17,6 @@ from prfaas.contracts.kvd_api import PushPrefix
 from prfaas.errors import TransferFailed
 from prfaas.kvspec import Segment, segment_bytes
 from prfaas.security.certificates import make_certificates
-from prfaas.security.tls import TlsFiles, TlsIdentity
 from tests.cache.builders import SPECS
 from tests.kvd.hosts import (
     COMPAT,
@@ -151,8 +150,7 @@ def test_opaque_blocks_are_sent_whole(pair: tuple[Host, Host]) -> None:
 
 
 def test_under_tls(tmp_path: Path) -> None:
-    made = make_certificates(tmp_path / "certs")
-    tls = TlsIdentity(TlsFiles(made.ca, made.server, made.server_key, made.client, made.client_key))
+    tls = make_certificates(tmp_path / "certs").identity()
     prompt = prompt_of(20)
     with kvd(tmp_path, name="p", tls=tls) as here, kvd(tmp_path, name="d", tls=tls) as there:
         with here.engine() as prefill, there.engine() as decode:

@@ -16,7 +16,7 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
-from prfaas.cli.shared_options import as_input_error, read_key
+from prfaas.cli.shared_options import F, as_input_error, read_key
 from prfaas.clock import MonotonicClock
 from prfaas.config.address import parse_address
 from prfaas.config.tls import TlsSection
@@ -24,8 +24,7 @@ from prfaas.display.console import console, print_json, progress_bar, rounded
 from prfaas.errors import InputError, PeerError
 from prfaas.measure.path_check import PathReport, check_path, steps
 from prfaas.measure.path_limit import digits
-from prfaas.measure.rate_process import TlsPaths
-from prfaas.security.tls import load_identity
+from prfaas.security.tls import TlsIdentity, load_identity
 from prfaas.studies.pair_check import EnginePair, PairReport, check_pair
 from prfaas.studies.pair_verdict import EngineSide, PairLink, PairVerdict
 from prfaas.studies.single_handoff import HandoffReport, HandoffRequest, run_handoff
@@ -37,6 +36,20 @@ ANSWER_TOKENS = 16
 # Generated prompts use ids that every vocabulary has, and that are text in a byte-level one.
 _GENERATED_IDS = range(32, 127)
 _HELP = ("-h", "--help")
+
+
+def _tls_options(command: F) -> F:
+    for name, what in (
+        ("--tls-key", "Private key of the certificate."),
+        ("--tls-cert", "Certificate of this host."),
+        ("--tls-ca", "CA certificate of the deployment."),
+    ):
+        command = click.option(name, metavar="FILE", help=what)(command)
+    return command
+
+
+def _identity(ca: str | None, cert: str | None, key: str | None) -> TlsIdentity | None:
+    return load_identity(TlsSection(ca, cert, key), "--tls")
 
 
 class _PathFirst(click.Group):
@@ -62,9 +75,7 @@ def doctor() -> None:
 
 @doctor.command()
 @click.argument("address", metavar="HOST:PORT")
-@click.option("--tls-ca", type=click.Path(path_type=Path), help="CA certificate for mutual TLS.")
-@click.option("--tls-cert", type=click.Path(path_type=Path), help="Certificate of this host.")
-@click.option("--tls-key", type=click.Path(path_type=Path), help="Private key of that certificate.")
+@_tls_options
 @click.option(
     "--connections",
     default="1,2,4,8",
@@ -86,9 +97,9 @@ def doctor() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def path(
     address: str,
-    tls_ca: Path | None,
-    tls_cert: Path | None,
-    tls_key: Path | None,
+    tls_ca: str | None,
+    tls_cert: str | None,
+    tls_key: str | None,
     connections: str,
     seconds: float,
     path_only: bool,
@@ -119,13 +130,6 @@ def path(
     minute of such checks. Run the check while the hosts have no other work, and on both hosts: it
     measures the direction from this host to HOST:PORT, and it sees only this host's cores.
     """
-    given = [path for path in (tls_ca, tls_cert, tls_key) if path is not None]
-    if given and len(given) < 3:
-        raise InputError(
-            "mutual TLS needs all three options",
-            where="--tls-ca, --tls-cert, --tls-key",
-            fix="give all three or none",
-        )
     if not 0.05 <= seconds <= 60:
         raise InputError(
             f"{seconds:g} is out of range", where="--seconds", fix="give a number from 0.05 to 60"
@@ -140,9 +144,7 @@ def path(
             where="--connections",
             fix="give numbers like 1,2,4",
         )
-    tls = None
-    if tls_ca and tls_cert and tls_key:
-        tls = TlsPaths(str(tls_ca), str(tls_cert), str(tls_key))
+    tls = _identity(tls_ca, tls_cert, tls_key)
     done = itertools.count(1)
     with progress_bar("checking the path", steps(counts, host_alone=not path_only)) as show:
         found = check_path(
@@ -203,9 +205,7 @@ def path(
     type=click.Path(path_type=Path),
     help="File with the key that nodes and kvds of the deployment require.",
 )
-@click.option("--tls-ca", metavar="FILE", help="CA certificate of the deployment.")
-@click.option("--tls-cert", metavar="FILE", help="Certificate of this host.")
-@click.option("--tls-key", metavar="FILE", help="Private key of the certificate.")
+@_tls_options
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def pair(
     url_a: str,
@@ -256,7 +256,7 @@ def pair(
         kvd_a,
         kvd_b,
         read_key(member_key_file),
-        load_identity(TlsSection(tls_ca, tls_cert, tls_key), "--tls"),
+        _identity(tls_ca, tls_cert, tls_key),
     )
     tried = None
     try:

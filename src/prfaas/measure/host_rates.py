@@ -1,39 +1,39 @@
 """What this host can do by itself: bytes over loopback, in the clear and with mutual TLS.
 
-Both ends run on this host, in processes of their own, with the transport's connections. No network
-is involved, so the rates show what the cores allow. The certificates are made for the measurement
-and thrown away: the cost of TLS does not depend on them.
+Both ends run on this host, with the transport's connections and worker processes. No network is
+involved, so the rates show what the cores allow. The certificates are made for the measurement and
+thrown away: the cost of TLS does not depend on them.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from prfaas.clock import Clock
 from prfaas.config.address import Address
 from prfaas.errors import InputError, PeerError
-from prfaas.measure.rate_process import Cpu, CpuJob, Listening, ListenJob, RateProcess, TlsPaths
-from prfaas.measure.rates import Load, RateSenders
+from prfaas.measure.rates import Load, measure
 from prfaas.security.certificates import make_certificates
-from prfaas.transport.workers.pool import default_workers
+from prfaas.transport.listener import Listener, ListenerOptions
+from prfaas.transport.workers.pool import WorkerPool, default_workers
 
 MOST_SECONDS = 0.5  # for each of the measurements
-MEASUREMENTS = 4  # in the clear and with TLS, with one and two connections for each process
+MEASUREMENTS = 4  # in the clear and with TLS, with one and two connections for each worker
 _MOST_BYTES = 8 << 30  # in each of them
-_ANSWER_S = 5.0
+_UNLIMITED_BYTES = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
 class HostRate:
     """The better one of the measurements. The figures for one core say how many bytes an end moves
-    in a second of one core's time."""
+    in a second of one core's time, in the processes that encrypt, send and receive."""
 
     gbps: float
     connections: int
-    processes: int  # of each end
     sender_gbps_per_core: float | None  # None when the CPU time was too short to be measured
     receiver_gbps_per_core: float | None
 
@@ -48,74 +48,65 @@ class HostRates:
     problem: str | None = None  # why a rate is missing
 
 
-def processes_for(cores: float) -> int:
-    """How many processes send, and how many receive: as many as a kvd on this host has for it."""
-    return max(1, default_workers(cores))
-
-
 def measure_host(
-    senders: RateSenders, *, seconds: float, cores: float, step: Callable[[], None] = lambda: None
+    *,
+    seconds: float,
+    cores: float,
+    send_files: bool,
+    clock: Clock,
+    step: Callable[[], None] = lambda: None,
 ) -> HostRates:
     """Calls `step` after each of the MEASUREMENTS. A failure is a `problem`, not an exception: the
     check of the path goes on without these rates."""
     clear = tls = None
+    workers = default_workers(cores)
     try:
         with ExitStack() as stack:
-            receivers = [
-                stack.enter_context(closing(RateProcess())) for _ in range(processes_for(cores))
-            ]
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="prfaas-doctor-"))
-            made = make_certificates(Path(folder))
-            server = TlsPaths(str(made.ca), str(made.server), str(made.server_key))
-            client = TlsPaths(str(made.ca), str(made.client), str(made.client_key))
-            clear = _measure(senders, receivers, (None, None), seconds, step)
-            tls = _measure(senders, receivers, (server, client), seconds, step)
+            identity = make_certificates(Path(folder)).identity()
+            senders = stack.enter_context(WorkerPool(workers, credentials=identity.contents))
+            # Also on a host whose kvds have none: both ends in one interpreter would wait for each
+            # other's lock.
+            receivers = stack.enter_context(
+                WorkerPool(max(1, workers), credentials=identity.contents)
+            )
+            load = Load(
+                Address("127.0.0.1", 0),
+                None,
+                max(1, workers),
+                min(seconds, MOST_SECONDS),
+                _MOST_BYTES,
+                send_files=send_files,
+            )
+            clear = _measure(load, senders, receivers, clock, step)
+            tls = _measure(replace(load, tls=identity), senders, receivers, clock, step)
     except (PeerError, InputError, OSError) as error:
         return HostRates(cores, clear, tls, str(error))
     return HostRates(cores, clear, tls)
 
 
 def _measure(
-    senders: RateSenders,
-    receivers: list[RateProcess],
-    tls: tuple[TlsPaths | None, TlsPaths | None],
-    seconds: float,
-    step: Callable[[], None],
+    load: Load, senders: WorkerPool, receivers: WorkerPool, clock: Clock, step: Callable[[], None]
 ) -> HostRate:
-    server, client = tls
-    for receiver in receivers:
-        receiver.tell(ListenJob(server))
-    listening = [receiver.wait_for(Listening, _ANSWER_S) for receiver in receivers]
+    """`load` has one connection for each worker, and no address yet."""
+    options = ListenerOptions(measure_bytes_per_minute=_UNLIMITED_BYTES)
+    server = None if load.tls is None else load.tls.server
     found: list[HostRate] = []
-    for connections in (1, 2):
-        loads = [
-            Load(
-                Address(one.host, one.port),
-                client,
-                connections,
-                min(seconds, MOST_SECONDS),
-                _MOST_BYTES // len(receivers),
+    with Listener(options=options, tls=server, workers=receivers, clock=clock) as listener:
+        load = replace(load, address=listener.address)
+        for connections in (load.connections, 2 * load.connections):
+            some = replace(load, connections=connections)
+            rate, nbytes, (sent_s, received_s) = measure(some, senders, clock, (senders, receivers))
+            found.append(
+                HostRate(
+                    gbps=rate.gbps,
+                    connections=connections,
+                    sender_gbps_per_core=_per_core(nbytes, sent_s),
+                    receiver_gbps_per_core=_per_core(nbytes, received_s),
+                )
             )
-            for one in listening
-        ]
-        before_s = _cpu_s(receivers)
-        measured = senders.measure(*loads)
-        receiver_s = _cpu_s(receivers) - before_s
-        found.append(
-            HostRate(
-                gbps=measured.rate.gbps,
-                connections=measured.rate.connections,
-                processes=len(receivers),
-                sender_gbps_per_core=_per_core(measured.nbytes, measured.cpu_s),
-                receiver_gbps_per_core=_per_core(measured.nbytes, receiver_s),
-            )
-        )
-        step()
+            step()
     return max(found, key=lambda rate: rate.gbps)
-
-
-def _cpu_s(receivers: list[RateProcess]) -> float:
-    return sum(receiver.ask(CpuJob(), Cpu, _ANSWER_S).seconds for receiver in receivers)
 
 
 def _per_core(nbytes: int, cpu_s: float) -> float | None:

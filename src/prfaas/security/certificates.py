@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from prfaas.errors import InputError
-from prfaas.security.tls import SERVICE_NAME
+from prfaas.security.tls import SERVICE_NAME, TlsFiles, TlsIdentity
 
 CA_DAYS = 3650  # hosts get new certificates of the same CA
 ALWAYS_HOSTS = ("localhost", "127.0.0.1", "::1", SERVICE_NAME)
@@ -62,6 +62,12 @@ class CertificateSet:
     @property
     def files(self) -> tuple[Path, ...]:
         return (self.ca, self.ca_key, self.server, self.server_key, self.client, self.client_key)
+
+    def identity(self) -> TlsIdentity:
+        """Of one process that both listens and connects."""
+        return TlsIdentity(
+            TlsFiles(self.ca, self.server, self.server_key, self.client, self.client_key)
+        )
 
 
 @dataclass(frozen=True, slots=True)
