@@ -15,10 +15,10 @@ The engines are `prfaas node` (`node`: transformers) and vLLM servers on the CPU
 
 `--python` is the interpreter of an environment with vLLM and prfaas. The benchmark makes the
 models. For each pair and direction it hands prompts of the given lengths over, over HTTP as
-`prfaas handoff` does: at the last token but one, and where a gateway would. Then conversations:
-a second turn goes the same way and sends only what is new; a third goes back, and the engine that
-received the first two resumes from what crossed. With `--gateway` the same prompts go through
-`prfaas gateway`, which offloads each of them. Prints JSON; for each pair and direction:
+`prfaas doctor pair --try` does: at the last token but one, and where a gateway would. Then
+conversations: a second turn goes the same way and sends only what is new; a third goes back, and
+the engine that received the first two resumes from what crossed. With `--gateway` the same prompts
+go through `prfaas gateway`, which offloads each of them. Prints JSON; for each pair and direction:
 
 \b
     tokens_equal            hand-offs whose greedy tokens equal the receiver's own
@@ -87,8 +87,9 @@ from prfaas.engine.checkpoint.make import make_checkpoint
 from prfaas.errors import InputError
 from prfaas.kvspec import FullAttention, KVSpec, build_spec
 from prfaas.scheduler.handoff import choose_handoff
+from prfaas.studies.pair_check import EnginePair
 from prfaas.studies.pair_verdict import whole_block_bytes
-from prfaas.studies.single_handoff import HandoffReport, HandoffRequest, NodePair, run_handoff
+from prfaas.studies.single_handoff import HandoffReport, HandoffRequest, run_handoff
 from prfaas.types import CANONICAL
 from prfaas_lab.testing.vllm_configurations import (
     MAX_TOKENS,
@@ -321,7 +322,7 @@ class Direction:
 
     def _hand_off(self, prompt: list[int], tokens: int, *, salt: str) -> HandoffReport:
         source, target = self._source, self._target
-        pair = NodePair(source.url, target.url, source.kvd_url, target.kvd_url)
+        pair = EnginePair(source.url, target.url, source.kvd_url, target.kvd_url)
         request = HandoffRequest(
             prompt, NEW_TOKENS, salt, handoff_tokens=tokens, decode_fields=target.sampling
         )

@@ -57,7 +57,7 @@ REFUSED: tuple[tuple[object, ...], ...] = (
     ("trace", "--latest", "--slowest"),
     ("trace", "--gateway", "ftp://x"),
     ("doctor", "nowhere"),
-    ("handoff",),
+    ("doctor", "pair", "h"),
     ("wan",),
     ("probe", "nowhere"),
     ("bench", "nothing"),

@@ -16,7 +16,6 @@ import pytest
 from prfaas.contracts.kvd_api import PushPrefix
 from prfaas.errors import TransferFailed
 from prfaas.kvspec import Segment, segment_bytes
-from prfaas.security.tls import TlsFiles, TlsIdentity
 from prfaas_lab.testing.certificates import make_certificates
 from tests.cache.builders import SPECS
 from tests.kvd.hosts import (
@@ -151,8 +150,7 @@ def test_opaque_blocks_are_sent_whole(pair: tuple[Host, Host]) -> None:
 
 
 def test_under_tls(tmp_path: Path) -> None:
-    made = make_certificates(tmp_path / "certs")
-    tls = TlsIdentity(TlsFiles(made.ca, made.server, made.server_key, made.client, made.client_key))
+    tls = make_certificates(tmp_path / "certs").identity()
     prompt = prompt_of(20)
     with kvd(tmp_path, name="p", tls=tls) as here, kvd(tmp_path, name="d", tls=tls) as there:
         with here.engine() as prefill, there.engine() as decode:

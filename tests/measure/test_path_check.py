@@ -1,4 +1,4 @@
-"""The path check against real listeners, in this process and in others."""
+"""The path check against real listeners."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from prfaas.clock import MonotonicClock
 from prfaas.config.address import Address
 from prfaas.measure.path_check import PathReport, check_path, steps, suggest_fixes
 from prfaas.measure.path_limit import LIMITS
-from prfaas.measure.rate_process import Listening, ListenJob, RateProcess, TlsPaths
 from prfaas.measure.rates import MeasuredRate
-from prfaas.security.tls import server_context
+from prfaas.security.tls import TlsFiles, TlsIdentity
 from prfaas.transport.listener import Listener, ListenerOptions
 from prfaas.transport.messages import HELLO
+from prfaas.transport.workers.pool import WorkerPool
 from prfaas.wan.path import Conditions
 from prfaas.wan.relay import Relay
-from prfaas_lab.testing.certificates import CertificateSet, make_certificates
+from prfaas_lab.testing.certificates import make_certificates
 from tests.transport.ends import nothing_leaks
 from tests.waiting import PATIENCE_S
 
@@ -31,19 +31,15 @@ def check(address: tuple[str, int], **more: object) -> PathReport:
     return check_path(address, clock=MonotonicClock(), **options)  # type: ignore[arg-type]
 
 
-def client_files(made: CertificateSet) -> TlsPaths:
-    return TlsPaths(str(made.ca), str(made.client), str(made.client_key))
-
-
 @contextmanager
-def listening_elsewhere(made: CertificateSet | None = None) -> Iterator[Address]:
-    """A listener in another process, with mutual TLS where there are certificates."""
-    tls = None
-    if made is not None:
-        tls = TlsPaths(str(made.ca), str(made.server), str(made.server_key))
-    with closing(RateProcess()) as process:
-        found = process.ask(ListenJob(tls), Listening, PATIENCE_S)
-        yield Address(found.host, found.port)
+def with_worker(tls: TlsIdentity | None = None) -> Iterator[Address]:
+    """A listener whose bytes another process receives, so that it does not wait for this one."""
+    credentials = None if tls is None else tls.contents
+    with (
+        WorkerPool(1, credentials=credentials) as workers,
+        Listener(tls=None if tls is None else tls.server, workers=workers) as listener,
+    ):
+        yield listener.address
 
 
 @contextmanager
@@ -82,16 +78,15 @@ def test_a_port_without_a_listener() -> None:
 
 
 def test_mutual_tls_and_a_client_without_it(tmp_path: Path) -> None:
-    made = make_certificates(tmp_path / "a")
-    other = make_certificates(tmp_path / "b")
-    server = server_context(made.ca, made.server, made.server_key)
-    options = ListenerOptions(unproven_s=1)
-    with nothing_leaks(), Listener(tls=lambda: server, options=options) as listener:
-        good = check(listener.address, connections=(1,), tls=client_files(made))
+    made, other = (make_certificates(tmp_path / name) for name in "ab")
+    tls = made.identity()
+    with nothing_leaks(), Listener(tls=tls.server) as listener:
+        good = check(listener.address, connections=(1,), tls=tls)
         assert good.healthy and str(good.tls).startswith("TLSv1.3")
         without = check(listener.address)
         assert not without.healthy and "require TLS" in without.advice[0]
-        stranger = TlsPaths(str(made.ca), str(other.client), str(other.client_key))
+        pair = (other.client, other.client_key)
+        stranger = TlsIdentity(TlsFiles(made.ca, *pair, *pair))
         assert not check(listener.address, tls=stranger).healthy
 
 
@@ -114,7 +109,7 @@ def test_two_checks_fit_into_one_minute_of_a_receiver() -> None:
 
 @pytest.mark.slow
 def test_this_host_alone_beside_a_path_on_itself() -> None:
-    with nothing_leaks(), listening_elsewhere() as address:
+    with nothing_leaks(), with_worker() as address:
         found = check(address, seconds=0.5, host_alone=True)
     assert found.healthy and found.host is not None and found.host.problem is None
     assert found.host.cores > 0
@@ -126,9 +121,9 @@ def test_this_host_alone_beside_a_path_on_itself() -> None:
 
 @pytest.mark.slow
 def test_a_listener_with_tls_and_what_this_host_can_do_without(tmp_path: Path) -> None:
-    made = make_certificates(tmp_path)
-    with nothing_leaks(), listening_elsewhere(made) as address:
-        found = check(address, seconds=0.5, tls=client_files(made), host_alone=True)
+    tls = make_certificates(tmp_path).identity()
+    with nothing_leaks(), with_worker(tls) as address:
+        found = check(address, seconds=0.5, tls=tls, host_alone=True)
     assert found.healthy and found.host is not None and found.host.problem is None
     assert found.host.clear is not None and found.host.clear.gbps > 0
     assert found.host.tls is not None and found.host.tls.gbps > 0
@@ -139,7 +134,7 @@ def test_a_listener_with_tls_and_what_this_host_can_do_without(tmp_path: Path) -
 def test_a_slow_link_is_the_limit() -> None:
     """40 Mbit/s: every host is more than five times as fast."""
     conditions = Conditions(rate_bps=40e6)
-    with listening_elsewhere() as target, relay_to(target, conditions) as address:
+    with with_worker() as target, relay_to(target, conditions) as address:
         found = check(address, connections=(1, 4), seconds=1.0, host_alone=True)
     assert all(rate.gbps < 0.1 for rate in found.rates)
     assert found.limit is not None
@@ -162,7 +157,7 @@ def test_the_round_trip_is_the_limit() -> None:
     """A window in 100 ms: every host is more than five times as fast."""
     window_bytes = check(free_address()).window_bytes
     conditions = _SmallBuffers(rtt_s=0.1, window_bytes=window_bytes or 0)
-    with listening_elsewhere() as target, relay_to(target, conditions) as address:
+    with with_worker() as target, relay_to(target, conditions) as address:
         found = check(address, connections=(1, 4), seconds=1.0, host_alone=True)
     assert found.limit is not None
     assert found.limit.limit == "round trip", found
@@ -183,7 +178,7 @@ def test_suggested_fixes(changes: dict[str, object], expected: str) -> None:
         "round_trip_s": 0.001,
         "path_mtu_bytes": 1500,
         "load_per_core": 0.1,
-        "rates": (MeasuredRate(1, 1.0, 0, seconds=1.0, warmed_up=True, processes=1),),
+        "rates": (MeasuredRate(1, 1.0, 0, seconds=1.0, warmed_up=True),),
         "congestion_controls": ("cubic", "bbr"),
     }
 

@@ -17,8 +17,7 @@ def rates(
 ) -> tuple[MeasuredRate, ...]:
     """With 1, 2, 4, ... connections."""
     return tuple(
-        MeasuredRate(1 << index, rate, lost, seconds, warmed_up, processes=1)
-        for index, rate in enumerate(gbps)
+        MeasuredRate(1 << index, rate, lost, seconds, warmed_up) for index, rate in enumerate(gbps)
     )
 
 
@@ -172,7 +171,6 @@ measured_rates = st.lists(
         st.none() | st.integers(0, 1 << 40),
         number,
         st.booleans(),
-        st.integers(1, 16),
     ),
     max_size=6,
 ).map(tuple)

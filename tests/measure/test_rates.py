@@ -2,35 +2,26 @@ from __future__ import annotations
 
 import os
 import signal
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
+from prfaas.clock import MonotonicClock
 from prfaas.config.address import Address
 from prfaas.errors import PeerError
-from prfaas.measure.host_rates import processes_for
+from prfaas.measure.host_rates import MEASUREMENTS, measure_host
 from prfaas.measure.path_probe import Allowance, Delivery, Frames
-from prfaas.measure.rate_process import Cpu, CpuJob, RateProcess
-from prfaas.measure.rates import Load, RateSenders, all_warmed_up, split_load, summarise
-from prfaas.transport.listener import Listener
-from prfaas.transport.wire import HEADER_BYTES
+from prfaas.measure.rates import Load, all_warmed_up, measure, summarise
+from prfaas.transport.listener import Listener, ListenerOptions
+from prfaas.transport.wire import intact, parse_header
+from prfaas.transport.workers.pool import WorkerPool
+from prfaas_lab.testing.certificates import make_certificates
 from tests.transport.ends import nothing_leaks
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_until
 
 HERE = Address("127.0.0.1", 1)
-
-
-@given(st.integers(1, 64), st.integers(0, 32), st.integers(0, 1 << 40))
-def test_shares_of_a_load(connections: int, processes: int, nbytes: int) -> None:
-    shares = split_load(Load(HERE, None, connections, 1.0, nbytes), processes)
-    assert len(shares) == max(1, min(processes, connections))
-    counts = [share.connections for share in shares]
-    assert sum(counts) == connections
-    assert 1 <= min(counts) and max(counts) - min(counts) <= 1
-    assert nbytes - len(shares) < sum(share.nbytes for share in shares) <= nbytes
 
 
 def delivery(nbytes: int, last_s: float, base_bytes: int, base_s: float) -> Delivery:
@@ -61,9 +52,12 @@ def test_a_connection_without_bytes_says_nothing_about_the_warm_up() -> None:
 
 
 def test_frames_grow_with_the_bytes_delivered() -> None:
-    frames = Frames()
-    sizes = [len(frames.after(n)) - HEADER_BYTES for n in (0, 1 << 20, 4 << 20, 16 << 20, 1 << 40)]
-    assert sizes == [64 << 10, 64 << 10, 256 << 10, 1 << 20, 1 << 20]
+    with Frames() as frames:
+        sizes = [frames.after(n).payload.nbytes for n in (0, 1 << 20, 4 << 20, 64 << 20, 1 << 40)]
+        assert sizes == [64 << 10, 64 << 10, 256 << 10, 4 << 20, 4 << 20]
+        for size in (0, 1 << 40):
+            frame = frames.after(size)
+            assert intact(frame.head, parse_header(frame.head), frame.view)
 
 
 def test_an_allowance_is_not_exceeded() -> None:
@@ -71,32 +65,60 @@ def test_an_allowance_is_not_exceeded() -> None:
     assert [allowance.take(n) for n in (60, 60, 40, 1)] == [True, False, True, False]
 
 
-@pytest.mark.parametrize(
-    ("cores", "processes"), [(0.5, 1), (1, 1), (2, 1), (3, 1), (4, 2), (16, 8), (128, 8)]
-)
-def test_each_end_has_as_many_processes_as_a_kvd(cores: float, processes: int) -> None:
-    assert processes_for(cores) == processes
-
-
-def test_several_processes_send_no_more_than_they_may() -> None:
-    with nothing_leaks(), Listener() as listener, RateSenders(2) as senders:
-        load = Load(listener.address, None, 3, PATIENCE_S, 6 << 20)
-        measured = senders.measure(load)
-        assert measured.rate.processes == 2 and measured.rate.connections == 3
-        # Each process stops when the next frame does not fit into its share.
-        assert 4 << 20 <= measured.nbytes <= 6 << 20
-        assert measured.rate.gbps > 0 and measured.cpu_s > 0
-        broken = Load(HERE, None, 2, 1.0, 1 << 20)
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_several_connections_send_no_more_than_they_may(
+    workers: int, encrypted: bool, tmp_path: Path
+) -> None:
+    """From this process and from workers, which encrypt, too."""
+    tls = make_certificates(tmp_path).identity() if encrypted else None
+    clock = MonotonicClock()
+    with (
+        nothing_leaks(),
+        Listener(tls=None if tls is None else tls.server) as listener,
+        WorkerPool(workers, credentials=None if tls is None else tls.contents) as senders,
+    ):
+        load = Load(listener.address, tls, 3, PATIENCE_S, 6 << 20)
+        rate, nbytes, cpu_s = measure(load, senders, clock, [senders])
+        assert rate.connections == 3 and rate.gbps > 0 and len(cpu_s) == 1 and cpu_s[0] > 0
+        # A connection stops when the next frame does not fit into what is left.
+        assert 5 << 20 <= nbytes <= 6 << 20
         with pytest.raises(PeerError, match="refused"):
-            senders.measure(broken)
-        # The processes can still be used. These loads end before the warm-up, or have none.
-        assert not senders.measure(replace(load, warm_up_s=PATIENCE_S)).rate.warmed_up
-        assert senders.measure(replace(load, warm_up_s=0.0)).rate.warmed_up
+            measure(replace(load, address=HERE), senders, clock)
+        # The workers can still be used. These loads end before the warm-up, or have none.
+        assert not measure(replace(load, warm_up_s=PATIENCE_S), senders, clock).rate.warmed_up
+        assert measure(replace(load, warm_up_s=0.0), senders, clock).rate.warmed_up
 
 
-def test_a_process_that_dies_is_an_error() -> None:
-    with nothing_leaks(), closing(RateProcess()) as process:
-        assert process.ask(CpuJob(), Cpu, PATIENCE_S).seconds > 0
-        os.kill(process.pid, signal.SIGKILL)
-        with pytest.raises(PeerError, match="a process of this measurement ended"):
-            process.ask(CpuJob(), Cpu, PATIENCE_S)
+@pytest.mark.parametrize("cores", [1.0, 4.0])
+def test_this_host_alone_with_and_without_workers_that_send(cores: float) -> None:
+    done: list[None] = []
+    with nothing_leaks():
+        found = measure_host(
+            seconds=0.1,
+            cores=cores,
+            send_files=True,
+            clock=MonotonicClock(),
+            step=lambda: done.append(None),
+        )
+    assert found.problem is None and len(done) == MEASUREMENTS
+    for rate in (found.clear, found.tls):
+        assert rate is not None and rate.gbps > 0
+        assert rate.connections in ((1, 2) if cores == 1 else (2, 4))
+        assert rate.sender_gbps_per_core and rate.receiver_gbps_per_core
+
+
+def test_a_worker_that_dies_is_an_error() -> None:
+    options = ListenerOptions(measure_bytes_per_minute=1 << 60)
+    with (
+        nothing_leaks(),
+        Listener(options=options) as listener,
+        WorkerPool(1) as senders,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        load = Load(listener.address, None, 1, PATIENCE_S, 1 << 60)
+        measured = thread.submit(measure, load, senders, MonotonicClock())
+        wait_until(lambda: listener.connections == 1)
+        os.kill(senders.pids[0], signal.SIGKILL)
+        with pytest.raises(PeerError, match="worker process"):
+            measured.result(PATIENCE_S)

@@ -1,4 +1,4 @@
-"""`prfaas handoff --compare` in bfloat16, between real processes: right about right hand-offs, and
+"""`prfaas doctor pair --try` in bfloat16, between real processes: right about right hand-offs, and
 about wrong ones.
 
 Prompts are short, because a CPU without instructions for bfloat16 takes seconds for each.
@@ -18,7 +18,8 @@ import pytest
 
 from prfaas.clock import MonotonicClock
 from prfaas.studies.handoff_comparison import AnswerComparison
-from prfaas.studies.single_handoff import HandoffReport, HandoffRequest, NodePair, run_handoff
+from prfaas.studies.pair_check import EnginePair
+from prfaas.studies.single_handoff import HandoffReport, HandoffRequest, run_handoff
 from prfaas_lab.testing.damage import DamageGate, HeadOfLayer
 from tests.node.hosts import START_S, Host, tokens_of
 
@@ -58,7 +59,7 @@ class ComparedPair:
     decode: Host
 
     def hand_off(self, ids: list[int]) -> HandoffReport:
-        pair = NodePair(self.prefill.url, self.decode.url, None, None)
+        pair = EnginePair(self.prefill.url, self.decode.url)
         request = HandoffRequest(ids, NEW_TOKENS, compare=True)
         return asyncio.run(run_handoff(pair, request, MonotonicClock()))
 

@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 import pytest
 
 from prfaas.security import tls
-from prfaas.security.tls import SERVICE_NAME, TlsContents, TlsFiles, TlsIdentity
+from prfaas.security.tls import SERVICE_NAME, TlsContents
 from prfaas.transport.buffers import FileSlice
 from prfaas.transport.link import LinkOptions, Transfer, TransferLink
 from prfaas.transport.listener import Listener
@@ -271,20 +271,13 @@ def killing_workers(*pools: WorkerPool) -> Iterator[list[int]]:
         thread.join()
 
 
-def identity(folder: Path) -> TlsIdentity:
-    made = make_certificates(folder)
-    return TlsIdentity(
-        TlsFiles(made.ca, made.server, made.server_key, made.client, made.client_key)
-    )
-
-
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_bytes_arrive_while_workers_are_killed(
     arena: FileArena, tmp_path: Path, encrypted: bool
 ) -> None:
     """Both sides lose all of their workers several times, in the middle of transfers. The bytes of
     half of the transfers lie in the arena. Without workers the connections run in this process."""
-    certificates = identity(tmp_path) if encrypted else None
+    certificates = make_certificates(tmp_path).identity() if encrypted else None
     contents_of = certificates.contents if certificates else None
     sources = [segments(SEGMENT_BYTES, SEGMENT_BYTES, seed=seed) for seed in range(TRANSFERS)]
     with (

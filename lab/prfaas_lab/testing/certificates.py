@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from prfaas.security.certificates import CertificateAuthority
+from prfaas.security.tls import TlsFiles, TlsIdentity
 
 
 class CertificateSet(NamedTuple):
@@ -16,6 +17,12 @@ class CertificateSet(NamedTuple):
     server_key: Path
     client: Path
     client_key: Path
+
+    def identity(self) -> TlsIdentity:
+        """Of one process that both listens and connects."""
+        return TlsIdentity(
+            TlsFiles(self.ca, self.server, self.server_key, self.client, self.client_key)
+        )
 
 
 def make_certificates(

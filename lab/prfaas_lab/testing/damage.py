@@ -8,7 +8,7 @@ the real ones, in their own processes:
     with DamageGate(gate_path, KVD, HeadOfLayer.of_model(checkpoint, layer=2)) as gate:
         prfaas node --model CHECKPOINT --kvd gate_path --kvd-url ...      is the prefill node
         gate.damaging = True
-        prfaas handoff PREFILL DECODE --tokens 900 --compare              has to fail
+        prfaas doctor pair PREFILL DECODE --tokens 900 --try              has to fail
         assert gate.damaged_segments
 
 The gate passes everything through unchanged while `damaging` is false, which it is at first. It

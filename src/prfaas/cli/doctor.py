@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import itertools
 import math
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
-from prfaas.cli.shared_options import as_input_error, read_key
+from prfaas.cli.shared_options import F, as_input_error, read_key
 from prfaas.clock import MonotonicClock
 from prfaas.config.address import parse_address
 from prfaas.config.tls import TlsSection
@@ -23,15 +24,32 @@ from prfaas.display.console import console, print_json, progress_bar, rounded
 from prfaas.errors import InputError, PeerError
 from prfaas.measure.path_check import PathReport, check_path, steps
 from prfaas.measure.path_limit import digits
-from prfaas.measure.rate_process import TlsPaths
-from prfaas.security.tls import load_identity
-from prfaas.studies.pair_check import PairReport, check_pair
+from prfaas.security.tls import TlsIdentity, load_identity
+from prfaas.studies.pair_check import EnginePair, PairReport, check_pair
 from prfaas.studies.pair_verdict import EngineSide, PairLink, PairVerdict
+from prfaas.studies.single_handoff import HandoffReport, HandoffRequest, run_handoff
 
 DEFAULT_TOKENS = 8_000
 DEFAULT_GBPS = 10.0
 MOST_TOKENS = 1 << 31
+ANSWER_TOKENS = 16
+# Generated prompts use ids that every vocabulary has, and that are text in a byte-level one.
+_GENERATED_IDS = range(32, 127)
 _HELP = ("-h", "--help")
+
+
+def _tls_options(command: F) -> F:
+    for name, what in (
+        ("--tls-key", "Private key of the certificate."),
+        ("--tls-cert", "Certificate of this host."),
+        ("--tls-ca", "CA certificate of the deployment."),
+    ):
+        command = click.option(name, metavar="FILE", help=what)(command)
+    return command
+
+
+def _identity(ca: str | None, cert: str | None, key: str | None) -> TlsIdentity | None:
+    return load_identity(TlsSection(ca, cert, key), "--tls")
 
 
 class _PathFirst(click.Group):
@@ -51,14 +69,13 @@ def doctor() -> None:
     \b
       prfaas doctor HOST:PORT          can this path carry KV, how fast, and what limits it?
       prfaas doctor pair A B           can these two engines hand over, and in which form?
+      prfaas doctor pair A B --try     hand one prompt over from A to B, and compare the answers
     """
 
 
 @doctor.command()
 @click.argument("address", metavar="HOST:PORT")
-@click.option("--tls-ca", type=click.Path(path_type=Path), help="CA certificate for mutual TLS.")
-@click.option("--tls-cert", type=click.Path(path_type=Path), help="Certificate of this host.")
-@click.option("--tls-key", type=click.Path(path_type=Path), help="Private key of that certificate.")
+@_tls_options
 @click.option(
     "--connections",
     default="1,2,4,8",
@@ -80,9 +97,9 @@ def doctor() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def path(
     address: str,
-    tls_ca: Path | None,
-    tls_cert: Path | None,
-    tls_key: Path | None,
+    tls_ca: str | None,
+    tls_cert: str | None,
+    tls_key: str | None,
     connections: str,
     seconds: float,
     path_only: bool,
@@ -113,13 +130,6 @@ def path(
     minute of such checks. Run the check while the hosts have no other work, and on both hosts: it
     measures the direction from this host to HOST:PORT, and it sees only this host's cores.
     """
-    given = [path for path in (tls_ca, tls_cert, tls_key) if path is not None]
-    if given and len(given) < 3:
-        raise InputError(
-            "mutual TLS needs all three options",
-            where="--tls-ca, --tls-cert, --tls-key",
-            fix="give all three or none",
-        )
     if not 0.05 <= seconds <= 60:
         raise InputError(
             f"{seconds:g} is out of range", where="--seconds", fix="give a number from 0.05 to 60"
@@ -134,9 +144,7 @@ def path(
             where="--connections",
             fix="give numbers like 1,2,4",
         )
-    tls = None
-    if tls_ca and tls_cert and tls_key:
-        tls = TlsPaths(str(tls_ca), str(tls_cert), str(tls_key))
+    tls = _identity(tls_ca, tls_cert, tls_key)
     done = itertools.count(1)
     with progress_bar("checking the path", steps(counts, host_alone=not path_only)) as show:
         found = check_path(
@@ -158,7 +166,21 @@ def path(
 @doctor.command()
 @click.argument("url_a", metavar="A")
 @click.argument("url_b", metavar="B")
-@click.option("--tokens", default=DEFAULT_TOKENS, show_default=True, help="Tokens of one hand-off.")
+@click.option(
+    "--try",
+    "is_tried",
+    is_flag=True,
+    help="Prefill one prompt at A, transfer its state, decode it at B, and compare the answer with "
+    "A's own.",
+)
+@click.option(
+    "--tokens",
+    default=DEFAULT_TOKENS,
+    show_default=True,
+    help="Tokens of one hand-off; with --try also of the prompt.",
+)
+@click.option("--kvd-a", metavar="URL", help="A's kvd.  [default: as a prfaas node reports it]")
+@click.option("--kvd-b", metavar="URL", help="B's kvd.  [default: as a prfaas node reports it]")
 @click.option(
     "--gbps",
     default=DEFAULT_GBPS,
@@ -183,14 +205,15 @@ def path(
     type=click.Path(path_type=Path),
     help="File with the key that nodes and kvds of the deployment require.",
 )
-@click.option("--tls-ca", metavar="FILE", help="CA certificate of the deployment.")
-@click.option("--tls-cert", metavar="FILE", help="Certificate of this host.")
-@click.option("--tls-key", metavar="FILE", help="Private key of the certificate.")
+@_tls_options
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def pair(
     url_a: str,
     url_b: str,
+    is_tried: bool,
     tokens: int,
+    kvd_a: str | None,
+    kvd_b: str | None,
     gbps: float,
     rtt_ms: float,
     convert_gbytes: float | None,
@@ -208,9 +231,15 @@ def pair(
     native blocks), the bytes and the time of one hand-off in both forms, and for a pair that cannot
     hand over each difference with its fix. The exit code is 1 when a hand-off would be refused now.
 
+    With --try the command makes one hand-off, without a gateway, and shows the time and the bytes
+    of each step. A and B are then the URLs of servers: `prfaas node`s, or vLLM servers whose kvds
+    --kvd-a and --kvd-b name. A also computes the whole answer. The exit code is 1 when the hand-off
+    has changed the answer.
+
     \b
       prfaas doctor pair http://p1:7401 http://d1:7401 --gbps 100 --rtt-ms 20
       prfaas doctor pair http://node:8000 http://d1:7401 --tokens 32000 --json
+      prfaas doctor pair http://p1:8000 http://d1:8000 --try --tokens 4000
     """
     _require(1 <= tokens <= MOST_TOKENS, "--tokens", tokens, f"a number from 1 to {MOST_TOKENS}")
     _require(_positive(gbps), "--gbps", gbps, "a number above 0")
@@ -221,25 +250,45 @@ def pair(
         in_range = 1 <= native_block_tokens <= MOST_TOKENS
         _require(in_range, "--native-block-tokens", native_block_tokens, "1 or more")
     convert = None if convert_gbytes is None else convert_gbytes * 1e9
+    engines = EnginePair(
+        url_a.rstrip("/"),
+        url_b.rstrip("/"),
+        kvd_a,
+        kvd_b,
+        read_key(member_key_file),
+        _identity(tls_ca, tls_cert, tls_key),
+    )
+    tried = None
     try:
         report = asyncio.run(
             check_pair(
-                url_a,
-                url_b,
+                engines,
                 tokens=tokens,
                 link=PairLink(gbps, rtt_ms / 1e3, convert),
                 native_block_tokens=native_block_tokens,
-                member_key=read_key(member_key_file),
-                tls=load_identity(TlsSection(tls_ca, tls_cert, tls_key), "--tls"),
             )
         )
+        if is_tried and report.verdict.form is not None:
+            request = HandoffRequest(_generated_prompt(tokens), ANSWER_TOKENS, compare=True)
+            tried = asyncio.run(run_handoff(engines, request, MonotonicClock()))
     except PeerError as error:
         raise as_input_error(error) from None
     if as_json:
-        print_json(_pair_json(report, tokens, gbps, rtt_ms))
+        tried_json = None if tried is None else tried.as_dict()
+        print_json({**_pair_json(report, tokens, gbps, rtt_ms), "tried": tried_json})
     else:
         _show_pair(report, tokens, gbps, rtt_ms)
+        if tried is not None:
+            _show_handoff(tried)
+    changed = tried is not None and tried.comparison is not None and not tried.comparison.same
+    if changed:
+        raise click.ClickException("the hand-off changed the answer")
     sys.exit(0 if report.verdict.form is not None else 1)
+
+
+def _generated_prompt(tokens: int) -> list[int]:
+    """The same one in every run: the hand-off has an unused salt, so that nothing is cached."""
+    return random.Random(0).choices(_GENERATED_IDS, k=tokens)
 
 
 def _positive(number: float) -> bool:
@@ -317,6 +366,27 @@ def _show_pair(report: PairReport, tokens: int, gbps: float, rtt_ms: float) -> N
     out.print(table)
     for warning in verdict.warnings:
         out.print(f"- {warning}", markup=False)
+
+
+def _show_handoff(report: HandoffReport) -> None:
+    out = console()
+    title = f"prompt of {report.prompt_tokens:,} tokens, {report.handoff_tokens:,} handed off"
+    if report.form is not None:
+        title += f" in the {report.form} form"
+    table = Table(title=title, title_justify="left")
+    table.add_column("step")
+    for column in ("began (ms)", "took (ms)", "bytes"):
+        table.add_column(column, justify="right")
+    table.add_column("")
+    for step in report.steps:
+        nbytes = "" if step.nbytes is None else f"{step.nbytes:,}"
+        table.add_row(
+            step.name, f"{step.began_s * 1e3:,.1f}", f"{step.took_s * 1e3:,.1f}", nbytes, step.note
+        )
+    out.print(table)
+    out.print(f"answer: {report.text!r}", markup=False)
+    if report.comparison is not None:
+        out.print(str(report.comparison), markup=False)
 
 
 def _summary(verdict: PairVerdict) -> str:

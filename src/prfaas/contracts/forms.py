@@ -2,8 +2,8 @@
 
 An engine may have two forms (`types.Form`). Equal native formats are preferred, because nothing is
 converted and whole blocks are copied; every other pair uses the canonical form. The gateway, and
-`prfaas handoff`, choose it from the reports of both kvds. The kvd of the receiver checks the choice
-when it makes the grant, which says in which form it takes the state.
+`prfaas doctor pair`, choose it from the reports of both kvds. The kvd of the receiver checks the
+choice when it makes the grant, which says in which form it takes the state.
 """
 
 from __future__ import annotations

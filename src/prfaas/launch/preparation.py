@@ -274,7 +274,7 @@ async def tiny_deployment(
     checkpoint = cache / f"tiny-{arch}"
     profile = checkpoint / ("profile-vllm.toml" if vllm else "profile.toml")
     if not profile.is_file():
-        cache.mkdir(parents=True, exist_ok=True)
+        await asyncio.to_thread(cache.mkdir, parents=True, exist_ok=True)
         async with _exclusive(cache / f"tiny-{arch}.lock", say):
             await _make_and_measure(checkpoint, profile, arch, options, say)
     max_tokens = VLLM_MAX_TOKENS if vllm else TINY_MAX_TOKENS
@@ -301,7 +301,7 @@ async def _make_and_measure(
     if not (checkpoint / "config.json").is_file():
         say("making a tiny model (once)")
         await asyncio.to_thread(_make, checkpoint, arch)
-    if profile.is_file():
+    if await asyncio.to_thread(profile.is_file):
         return
     say("measuring the tiny model on this machine (once, some seconds)")
     # A file under its final name is complete, even if this process is killed.

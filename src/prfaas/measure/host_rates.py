@@ -1,39 +1,40 @@
 """What this host can do by itself: bytes over loopback, in the clear and with mutual TLS.
 
-Both ends run on this host, in processes of their own, with the transport's connections. No network
-is involved, so the rates show what the cores allow. The certificates are made for the measurement
-and thrown away: the cost of TLS does not depend on them.
+Both ends run on this host, with the transport's connections and worker processes. No network is
+involved, so the rates show what the cores allow. The certificates are made for the measurement and
+thrown away: the cost of TLS does not depend on them.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from prfaas.clock import Clock
 from prfaas.config.address import Address
 from prfaas.errors import InputError, PeerError
-from prfaas.measure.rate_process import Cpu, CpuJob, Listening, ListenJob, RateProcess, TlsPaths
-from prfaas.measure.rates import Load, RateSenders
+from prfaas.measure.rates import Load, measure
 from prfaas.security.certificates import CertificateAuthority
-from prfaas.transport.workers.pool import default_workers
+from prfaas.security.tls import TlsFiles, TlsIdentity
+from prfaas.transport.listener import Listener, ListenerOptions
+from prfaas.transport.workers.pool import WorkerPool, default_workers
 
 MOST_SECONDS = 0.5  # for each of the measurements
-MEASUREMENTS = 4  # in the clear and with TLS, with one and two connections for each process
+MEASUREMENTS = 4  # in the clear and with TLS, with one and two connections for each worker
 _MOST_BYTES = 8 << 30  # in each of them
-_ANSWER_S = 5.0
+_UNLIMITED_BYTES = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
 class HostRate:
     """The better one of the measurements. The figures for one core say how many bytes an end moves
-    in a second of one core's time."""
+    in a second of one core's time, in the processes that encrypt, send and receive."""
 
     gbps: float
     connections: int
-    processes: int  # of each end
     sender_gbps_per_core: float | None  # None when the CPU time was too short to be measured
     receiver_gbps_per_core: float | None
 
@@ -48,33 +49,45 @@ class HostRates:
     problem: str | None = None  # why a rate is missing
 
 
-def processes_for(cores: float) -> int:
-    """How many processes send, and how many receive: as many as a kvd on this host has for it."""
-    return max(1, default_workers(cores))
-
-
 def measure_host(
-    senders: RateSenders, *, seconds: float, cores: float, step: Callable[[], None] = lambda: None
+    *,
+    seconds: float,
+    cores: float,
+    send_files: bool,
+    clock: Clock,
+    step: Callable[[], None] = lambda: None,
 ) -> HostRates:
     """Calls `step` after each of the MEASUREMENTS. A failure is a `problem`, not an exception: the
     check of the path goes on without these rates."""
     clear = tls = None
+    workers = default_workers(cores)
     try:
         with ExitStack() as stack:
-            receivers = [
-                stack.enter_context(closing(RateProcess())) for _ in range(processes_for(cores))
-            ]
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="prfaas-doctor-"))
-            made = _certificate(Path(folder))
-            clear = _measure(senders, receivers, None, seconds, step)
-            tls = _measure(senders, receivers, made, seconds, step)
+            identity = _identity(Path(folder))
+            senders = stack.enter_context(WorkerPool(workers, credentials=identity.contents))
+            # Also on a host whose kvds have none: both ends in one interpreter would wait for each
+            # other's lock.
+            receivers = stack.enter_context(
+                WorkerPool(max(1, workers), credentials=identity.contents)
+            )
+            load = Load(
+                Address("127.0.0.1", 0),
+                None,
+                max(1, workers),
+                min(seconds, MOST_SECONDS),
+                _MOST_BYTES,
+                send_files=send_files,
+            )
+            clear = _measure(load, senders, receivers, clock, step)
+            tls = _measure(replace(load, tls=identity), senders, receivers, clock, step)
     except (PeerError, InputError, OSError) as error:
         return HostRates(cores, clear, tls, str(error))
     return HostRates(cores, clear, tls)
 
 
-def _certificate(folder: Path) -> TlsPaths:
-    """A certificate of this host for both ends."""
+def _identity(folder: Path) -> TlsIdentity:
+    """Of this host, for both ends."""
     authority = CertificateAuthority.new()
     issued = authority.issue("localhost", days=1)
     ca, cert, key = folder / "ca.pem", folder / "cert.pem", folder / "key.pem"
@@ -82,49 +95,31 @@ def _certificate(folder: Path) -> TlsPaths:
     ca.write_bytes(authority.pem)
     cert.write_bytes(issued.pem)
     key.write_bytes(issued.key_pem)
-    return TlsPaths(str(ca), str(cert), str(key))
+    return TlsIdentity(TlsFiles(ca, cert, key, cert, key))
 
 
 def _measure(
-    senders: RateSenders,
-    receivers: list[RateProcess],
-    tls: TlsPaths | None,
-    seconds: float,
-    step: Callable[[], None],
+    load: Load, senders: WorkerPool, receivers: WorkerPool, clock: Clock, step: Callable[[], None]
 ) -> HostRate:
-    for receiver in receivers:
-        receiver.tell(ListenJob(tls))
-    listening = [receiver.wait_for(Listening, _ANSWER_S) for receiver in receivers]
+    """`load` has one connection for each worker, and no address yet."""
+    options = ListenerOptions(measure_bytes_per_minute=_UNLIMITED_BYTES)
+    server = None if load.tls is None else load.tls.server
     found: list[HostRate] = []
-    for connections in (1, 2):
-        loads = [
-            Load(
-                Address(one.host, one.port),
-                tls,
-                connections,
-                min(seconds, MOST_SECONDS),
-                _MOST_BYTES // len(receivers),
+    with Listener(options=options, tls=server, workers=receivers, clock=clock) as listener:
+        load = replace(load, address=listener.address)
+        for connections in (load.connections, 2 * load.connections):
+            some = replace(load, connections=connections)
+            rate, nbytes, (sent_s, received_s) = measure(some, senders, clock, (senders, receivers))
+            found.append(
+                HostRate(
+                    gbps=rate.gbps,
+                    connections=connections,
+                    sender_gbps_per_core=_per_core(nbytes, sent_s),
+                    receiver_gbps_per_core=_per_core(nbytes, received_s),
+                )
             )
-            for one in listening
-        ]
-        before_s = _cpu_s(receivers)
-        measured = senders.measure(*loads)
-        receiver_s = _cpu_s(receivers) - before_s
-        found.append(
-            HostRate(
-                gbps=measured.rate.gbps,
-                connections=measured.rate.connections,
-                processes=len(receivers),
-                sender_gbps_per_core=_per_core(measured.nbytes, measured.cpu_s),
-                receiver_gbps_per_core=_per_core(measured.nbytes, receiver_s),
-            )
-        )
-        step()
+            step()
     return max(found, key=lambda rate: rate.gbps)
-
-
-def _cpu_s(receivers: list[RateProcess]) -> float:
-    return sum(receiver.ask(CpuJob(), Cpu, _ANSWER_S).seconds for receiver in receivers)
 
 
 def _per_core(nbytes: int, cpu_s: float) -> float | None:

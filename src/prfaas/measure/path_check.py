@@ -1,12 +1,15 @@
 """Checks the path to a receiver: reachability, TLS, round trip, MTU, rate, and which limit binds.
 
-The check uses the transport's connections and MEASURE frames. A listener discards such frames,
-within a limit of bytes per minute, so the check needs no grant and the listener stores nothing.
+The check sends MEASURE frames on the connections, and with the worker processes, that a kvd of this
+host would use. A listener discards such frames, within a limit of bytes per minute, so the check
+needs no grant and the listener stores nothing.
 """
 
 from __future__ import annotations
 
 import os
+import socket
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,20 +17,23 @@ from pathlib import Path
 from prfaas.clock import Clock
 from prfaas.config.address import Address
 from prfaas.errors import PeerError, WireError
-from prfaas.measure.host_rates import MEASUREMENTS, HostRates, measure_host, processes_for
+from prfaas.measure.host_rates import MEASUREMENTS, HostRates, measure_host
 from prfaas.measure.path_limit import WARM_UP_ROUND_TRIPS, PathFacts, PathLimit, find_limit
 from prfaas.measure.path_probe import TIMEOUT_S, Probe
-from prfaas.measure.rate_process import TlsPaths
-from prfaas.measure.rates import Load, MeasuredRate, RateSenders
-from prfaas.security.tls import client_context
+from prfaas.measure.rates import Load, MeasuredRate, measure
+from prfaas.security.tls import SERVICE_NAME, TlsIdentity
 from prfaas.service.cores import usable_cores
+from prfaas.transport.channel import Channel, connect
+from prfaas.transport.host_speed import choose_sending
 from prfaas.transport.listener import ListenerOptions
 from prfaas.transport.messages import HELLO
+from prfaas.transport.workers.pool import WorkerPool, default_workers
 
 # A listener accepts this many bytes per minute for path checks. A check uses less than half of
 # them, so that a second one is possible at once, after a change.
 MOST_BYTES = ListenerOptions().measure_bytes_per_minute * 7 // 16
 _BUSY = 0.5  # processes that want to run, for each core, before the check
+_IP_MTU, _IPV6_MTU = 14, 24  # socket options of Linux: the path MTU of a connected socket
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +77,7 @@ def steps(connections: tuple[int, ...], *, host_alone: bool) -> int:
 def check_path(
     address: tuple[str, int],
     *,
-    tls: TlsPaths | None,
+    tls: TlsIdentity | None,
     connections: tuple[int, ...],
     seconds: float,
     clock: Clock,
@@ -95,7 +101,9 @@ def check_path(
     assert report.round_trip_s is not None
     cores = usable_cores()
     warm_up_s = min(WARM_UP_ROUND_TRIPS * report.round_trip_s, TIMEOUT_S)
-    with RateSenders(processes_for(cores)) as senders:
+    send_files = tls is not None or choose_sending().send_files
+    credentials = None if tls is None else tls.contents
+    with WorkerPool(default_workers(cores), credentials=credentials, clock=clock) as senders:
         for count in connections:
             load = Load(
                 Address(*address),
@@ -104,42 +112,46 @@ def check_path(
                 max(seconds, 2 * warm_up_s),
                 MOST_BYTES // len(connections),
                 warm_up_s,
+                send_files,
             )
             try:
-                measured = senders.measure(load)
+                measured = measure(load, senders, clock)
             except PeerError as error:
                 problem = f"with {count} connections: {error}"
                 return replace(report, problem=problem, advice=(_FIX_FOR_MEASUREMENT,))
             report = replace(report, rates=(*report.rates, measured.rate))
             step()
-        if host_alone:
-            host = measure_host(senders, seconds=seconds, cores=cores, step=step)
-            report = replace(report, host=host)
+    if host_alone:
+        host = measure_host(
+            seconds=seconds, cores=cores, send_files=send_files, clock=clock, step=step
+        )
+        report = replace(report, host=host)
     limit = find_limit(_facts(report, with_tls=tls is not None))
     return replace(report, limit=limit, advice=(*limit.advice, *suggest_fixes(report)))
 
 
 def _check_connection(
-    report: PathReport, address: tuple[str, int], tls: TlsPaths | None, clock: Clock
+    report: PathReport, address: tuple[str, int], tls: TlsIdentity | None, clock: Clock
 ) -> PathReport:
-    context = None
-    if tls is not None:
-        context = client_context(Path(tls.ca), Path(tls.cert), Path(tls.key))
     try:
         started = clock.now()
-        probe = Probe(address, context, clock)
+        context = None if tls is None else tls.client()
+        sock = connect(address, timeout_s=TIMEOUT_S, tls=context, tls_name=SERVICE_NAME)
         connect_s = clock.now() - started
     except PeerError as error:
         problem = str(error)
         return replace(report, problem=problem, advice=(_fix_for_unreachable(problem),))
-    with probe:
-        report = replace(
-            report,
-            reachable=True,
-            connect_s=connect_s,
-            tls=probe.cipher,
-            path_mtu_bytes=probe.path_mtu_bytes,
-        )
+    cipher = None
+    if isinstance(sock, ssl.SSLSocket):
+        cipher = f"{sock.version()} {(sock.cipher() or ('unknown',))[0]}"
+    report = replace(
+        report,
+        reachable=True,
+        connect_s=connect_s,
+        tls=cipher,
+        path_mtu_bytes=_path_mtu(sock),
+    )
+    with Probe(Channel(sock, clock, TIMEOUT_S), clock) as probe:
         try:
             software = probe.handshake()
             return replace(report, software=software, round_trip_s=probe.round_trip_s())
@@ -199,6 +211,15 @@ def _load_per_core() -> float | None:
         return None
 
 
+def _path_mtu(sock: socket.socket) -> int | None:
+    try:
+        if sock.family == socket.AF_INET6:
+            return sock.getsockopt(socket.IPPROTO_IPV6, _IPV6_MTU)
+        return sock.getsockopt(socket.IPPROTO_IP, _IP_MTU)
+    except OSError:
+        return None  # not Linux
+
+
 def _largest_buffer(name: str) -> int | None:
     """The last of the three values of `net.ipv4.tcp_wmem` or `tcp_rmem`. IPv6 uses them, too."""
     values = _sysctl(name).split()
@@ -225,8 +246,8 @@ def _fix_for_unreachable(problem: str) -> str:
         return "A firewall may drop the packets: open the port in both directions."
     if "TLS" in problem:
         return (
-            "Check --tls-ca, --tls-cert and --tls-key, and that the receiver's certificate names "
-            "the host that this command connects to."
+            "Check --tls-ca, --tls-cert and --tls-key, and that the receiver's certificate carries "
+            f"the name {SERVICE_NAME}, as kvds require of each other."
         )
     return "Check the host name and the route."
 

@@ -1,26 +1,21 @@
-"""Measures how fast several connections carry bytes together, sent by one or more processes."""
+"""Measures how fast several connections carry bytes together, by the ways by which KV travels."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple
 
+from prfaas.clock import Clock
 from prfaas.config.address import Address
-from prfaas.errors import PeerError
-from prfaas.measure.path_probe import TIMEOUT_S, Delivery
-from prfaas.measure.rate_process import (
-    Connected,
-    ConnectJob,
-    RateProcess,
-    SendJob,
-    Sent,
-    TlsPaths,
-)
-
-_SETUP_STEPS = 3  # of a connection: connect with TLS, HELLO, ping; each may take the timeout
-
-T = TypeVar("T")
+from prfaas.measure.path_probe import TIMEOUT_S, Allowance, Delivery, Frames, Probe
+from prfaas.security.tls import SERVICE_NAME, TlsIdentity
+from prfaas.service.cores import cpu_clock
+from prfaas.transport.link import LinkOptions, TransferLink
+from prfaas.transport.meter import tcp_info
+from prfaas.transport.workers.pool import WorkerPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +25,6 @@ class MeasuredRate:
     retransmitted_segments: int | None  # None where the platform does not report it
     seconds: float  # over which the rate was measured, without the warm-up
     warmed_up: bool  # False when all bytes were used up before the end of the warm-up
-    processes: int  # that sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,79 +33,74 @@ class Load:
     used up. The rate counts after the warm-up, in which TCP finds out what the path carries."""
 
     address: Address
-    tls: TlsPaths | None
+    tls: TlsIdentity | None
     connections: int
     seconds: float  # with the warm-up
     nbytes: int
     warm_up_s: float = 0.0
+    send_files: bool = True  # with `sendfile`, where nothing is encrypted
 
 
 class Measured(NamedTuple):
     rate: MeasuredRate
     nbytes: int
-    cpu_s: float  # of the sending processes
+    cpu_s: list[float]  # of the processes of each `timed` pool
 
 
-class RateSenders:
-    """The sending processes. Use it as a context manager: its end ends them."""
+def measure(
+    load: Load, senders: WorkerPool, clock: Clock, timed: Sequence[WorkerPool] = ()
+) -> Measured:
+    """Sends the load on connections like those of a kvd: `senders` encrypt and send, or this
+    process where they are none. Raises PeerError."""
+    tls = load.tls
+    options = LinkOptions(
+        connect_s=TIMEOUT_S,
+        silence_s=TIMEOUT_S,
+        tls_name=None if tls is None else SERVICE_NAME,
+        send_files=load.send_files,
+    )
+    link = TransferLink(
+        load.address,
+        options=options,
+        tls=None if tls is None else tls.client,
+        workers=senders,
+        clock=clock,
+    )
+    probes: list[Probe] = []
+    allowance = Allowance(load.nbytes)
 
-    def __init__(self, most: int) -> None:
-        self._processes: list[RateProcess] = []
-        self._most = most
+    def open_probe(_: int) -> None:
+        probe = Probe(link.connect(lambda: False), clock)
+        probes.append(probe)
+        probe.handshake()
+        probe.ping()  # the listener then knows the connection for a path check
 
-    def __enter__(self) -> RateSenders:
-        return self
+    def send(probe: Probe) -> Delivery:
+        checked = link.checksums
+        return probe.send_for(load.seconds, load.warm_up_s, allowance, frames, checked=checked)
 
-    def __exit__(self, *_: object) -> None:
-        while self._processes:
-            self._processes.pop().close()
-
-    def measure(self, *loads: Load) -> Measured:
-        """Sends all loads at once. The connections of each load are spread over its share of the
-        processes. Raises PeerError."""
-        shares = [share for load in loads for share in split_load(load, self._most // len(loads))]
-        while len(self._processes) < len(shares):
-            self._processes.append(RateProcess())
-        used = self._processes[: len(shares)]
-        for process, share in zip(used, shares, strict=True):
-            host, port = share.address
-            process.tell(ConnectJob(host, port, share.tls, share.connections))
-        _collect(used, Connected, _SETUP_STEPS * TIMEOUT_S * max(s.connections for s in shares))
-        for process, share in zip(used, shares, strict=True):
-            process.tell(SendJob(share.seconds, share.warm_up_s, share.nbytes))
-        results = _collect(used, Sent, loads[0].seconds + 2 * TIMEOUT_S)
-        deliveries = [delivery for result in results for delivery in result.deliveries]
-        known = [
-            result.retransmitted_segments
-            for result in results
-            if result.retransmitted_segments is not None
-        ]
-        gbps, seconds = summarise(deliveries)
-        rate = MeasuredRate(
-            len(deliveries),
-            gbps,
-            sum(known) if known else None,
-            seconds,
-            warmed_up=all_warmed_up(deliveries),
-            processes=len(used),
-        )
-        return Measured(
-            rate, sum(d.nbytes for d in deliveries), sum(result.cpu_s for result in results)
-        )
-
-
-def split_load(load: Load, processes: int) -> list[Load]:
-    """Nearly equal shares for that many processes; each has at least one connection. Pure."""
-    count = max(1, min(processes, load.connections))
-    each, more = divmod(load.connections, count)
-    return [
-        replace(
-            load,
-            connections=each + (index < more),
-            nbytes=load.nbytes * (each + (index < more)) // load.connections,
-        )
-        for index in range(count)
-    ]
+    with Frames() as frames:
+        try:
+            with ThreadPoolExecutor(load.connections) as threads:
+                # Side by side: one after another would take several round trips for each of them.
+                list(threads.map(open_probe, range(load.connections)))  # raises the first error
+                before_s = [_cpu_s(pool) for pool in timed]
+                deliveries = list(threads.map(send, probes))
+                cpu_s = [_cpu_s(pool) - s for pool, s in zip(timed, before_s, strict=True)]
+            infos = [tcp_info(probe.channel) for probe in probes]
+        finally:
+            for probe in probes:
+                probe.close()
+    known = [info.retransmitted_segments for info in infos if info is not None]
+    gbps, seconds = summarise(deliveries)
+    rate = MeasuredRate(
+        len(deliveries),
+        gbps,
+        sum(known) if known else None,
+        seconds,
+        warmed_up=all_warmed_up(deliveries),
+    )
+    return Measured(rate, sum(delivery.nbytes for delivery in deliveries), cpu_s)
 
 
 def summarise(deliveries: Sequence[Delivery]) -> tuple[float, float]:
@@ -130,21 +119,14 @@ def summarise(deliveries: Sequence[Delivery]) -> tuple[float, float]:
 
 
 def all_warmed_up(deliveries: Sequence[Delivery]) -> bool:
-    """Of the connections that delivered something: those of one process share their bytes, and one
-    may have used them up before another began. Pure."""
+    """Of the connections that delivered something: they share their bytes, and one may have used
+    them up before another began. Pure."""
     arrived = [delivery.warmed_up for delivery in deliveries if delivery.nbytes]
     return bool(arrived) and all(arrived)
 
 
-def _collect(processes: Sequence[RateProcess], kind: type[T], within_s: float) -> list[T]:
-    """Waits for all, also after an error, so that each process is free for the next job."""
-    results: list[T] = []
-    errors: list[PeerError] = []
-    for process in processes:
-        try:
-            results.append(process.wait_for(kind, within_s))
-        except PeerError as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
-    return results
+def _cpu_s(pool: WorkerPool) -> float:
+    """Of the processes that move the bytes: the workers, or this process where there are none."""
+    if not pool.count:
+        return time.process_time()
+    return sum(time.clock_gettime(cpu_clock(pid)) for pid in pool.pids)

@@ -1,4 +1,5 @@
-"""How many cores this process may use: its CPU affinity and the CPU limit of its cgroups."""
+"""How many cores this process may use (its CPU affinity and the CPU limit of its cgroups), and the
+CPU time of others."""
 
 from __future__ import annotations
 
@@ -17,6 +18,11 @@ def usable_cores() -> float:
         allowed = os.cpu_count() or 1
     limit = cgroup_limit(_CGROUPS, _OWN_CGROUPS)
     return float(allowed) if limit is None else min(float(allowed), limit)
+
+
+def cpu_clock(pid: int) -> int:
+    """For `time.clock_gettime`, the CPU time of another process: clock_getcpuclockid(3)."""
+    return ~pid << 3 | 2
 
 
 def cgroup_limit(root: Path, own: Path) -> float | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from prfaas.config.gateway import DEFAULTS
-from prfaas.contracts.kvd_api import spec_of
+from prfaas.contracts.kvd_api import KvdReport, spec_of
 from prfaas.errors import InputError, PeerHttpError
 from prfaas.gateway.client.kvd_client import KvdClient
 from prfaas.http_client.client import HttpClient, open_client
@@ -19,6 +20,22 @@ _TIMEOUT_S = DEFAULTS.timeouts.node_poll_timeout_s
 
 
 @dataclass(frozen=True, slots=True)
+class EnginePair:
+    """URLs of two engines' servers. A `prfaas node` reports the URL of its kvd; for other servers
+    the URLs of the kvds are given here. For `check_pair` the kvds' own URLs are enough."""
+
+    url_a: str
+    url_b: str
+    kvd_a: str | None = None
+    kvd_b: str | None = None
+    member_key: SharedKey | None = None  # sent to both servers and their kvds
+    tls: TlsIdentity | None = None
+
+    def client(self) -> AbstractAsyncContextManager[HttpClient]:
+        return open_client(self.member_key, tls=self.tls.client if self.tls is not None else None)
+
+
+@dataclass(frozen=True, slots=True)
 class PairReport:
     a: EngineSide
     b: EngineSide
@@ -26,36 +43,21 @@ class PairReport:
 
 
 async def check_pair(
-    url_a: str,
-    url_b: str,
-    *,
-    tokens: int,
-    link: PairLink,
-    native_block_tokens: int | None = None,
-    member_key: SharedKey | None = None,
-    tls: TlsIdentity | None = None,
+    pair: EnginePair, *, tokens: int, link: PairLink, native_block_tokens: int | None = None
 ) -> PairReport:
-    """Each URL is a kvd's, or a `prfaas node`'s, which reports the URL of its kvd. Raises
-    `PeerError` when a process does not respond, and `InputError` when it is neither, or has no
-    engine."""
-    async with open_client(member_key, tls=tls.client if tls is not None else None) as http:
-        a = await _ask(http, url_a.rstrip("/"))
-        b = await _ask(http, url_b.rstrip("/"))
+    """Raises `PeerError` when a process does not respond, and `InputError` when it is neither a kvd
+    nor a server whose kvd is known, or has no engine."""
+    async with pair.client() as http:
+        a = await _ask(http, pair.url_a, pair.kvd_a)
+        b = await _ask(http, pair.url_b, pair.kvd_b)
     verdict = judge(a, b, tokens=tokens, link=link, native_block_tokens=native_block_tokens)
     return PairReport(a, b, verdict)
 
 
-async def _ask(http: HttpClient, url: str) -> EngineSide:
-    try:
-        report = await KvdClient(http, url).stats()
-    except PeerHttpError as error:
-        if error.status not in _NOT_SERVED:
-            raise
-        report = await KvdClient(http, await _kvd_of(http, url)).stats()
+async def _ask(http: HttpClient, url: str, kvd_url: str | None) -> EngineSide:
+    report = await _report(http, url, kvd_url)
     if report.pool is None:
-        raise InputError(
-            "no engine has registered with this kvd", where=url, fix="start its engine first"
-        )
+        raise no_engine(url)
     side: EngineSide | None = None
     for pool in reversed(report.pools):
         pages = pool.occupancy.capacity_pages
@@ -65,19 +67,49 @@ async def _ask(http: HttpClient, url: str) -> EngineSide:
     return side
 
 
-async def _kvd_of(http: HttpClient, url: str) -> str:
+async def _report(http: HttpClient, url: str, kvd_url: str | None) -> KvdReport:
+    if kvd_url is None:
+        try:
+            return await KvdClient(http, url).stats()
+        except PeerHttpError as error:
+            if error.status not in _NOT_SERVED:
+                raise
+        server = await find_server(http, url)
+        if server is None or server.kvd_url is None:
+            raise InputError(
+                "this is neither a kvd nor a prfaas node that reports its kvd",
+                where=url,
+                fix="give the URL of the engine's kvd (its --http address)",
+            )
+        kvd_url = server.kvd_url
+    return await KvdClient(http, kvd_url).stats()
+
+
+class Server(NamedTuple):
+    model: str
+    kvd_url: str | None  # None: it does not report one
+    is_prfaas: bool  # a `prfaas node`, which has no log-probabilities
+
+
+async def find_server(http: HttpClient, url: str) -> Server | None:
+    """What a node or a vLLM server reports about itself; None: something else answers there."""
     try:
         models = await http.request_json(
             "GET", f"{url}/v1/models", dict[str, Any], timeout_s=_TIMEOUT_S
         )
         card = models["data"][0]
-        found = (card.get("prfaas") or {}).get("kvd_url")
-    except (PeerHttpError, KeyError, IndexError, TypeError, AttributeError):
-        found = None
-    if not isinstance(found, str):
-        raise InputError(
-            "this is neither a kvd nor a prfaas node that reports its kvd",
-            where=url,
-            fix="give the URL of the engine's kvd (its --http address)",
-        )
-    return found.rstrip("/")
+        own = card.get("prfaas") or {}
+        kvd_url = own.get("kvd_url")
+        return Server(card["id"], kvd_url if isinstance(kvd_url, str) else None, bool(own))
+    except PeerHttpError as error:
+        if error.status not in _NOT_SERVED:
+            raise
+    except (KeyError, IndexError, TypeError, AttributeError):
+        pass
+    return None
+
+
+def no_engine(kvd_url: str) -> InputError:
+    return InputError(
+        "no engine has registered with this kvd", where=kvd_url, fix="start its engine first"
+    )

@@ -1,9 +1,9 @@
-"""One hand-off between two nodes, without a gateway: grant, prefill, commit and decode in turn.
+"""One hand-off from A to B of a pair, without a gateway: grant, prefill, commit, decode in turn.
 
-This is the check of a new pair of nodes: it shows the time and the bytes of every step, and whether
-the decode node answers as the prefill node does, when that computes the whole prompt cut at the
-same lengths (`handoff_comparison`). The gateway overlaps, retries and schedules hand-offs; this
-module does none of that (`prfaas.gateway.dispatch`).
+`prfaas doctor pair --try` shows the time and the bytes of every step, and whether the decode node B
+answers as the prefill node A does, when that computes the whole prompt cut at the same lengths
+(`handoff_comparison`). The gateway overlaps, retries and schedules hand-offs; this module does none
+of that (`prfaas.gateway.dispatch`).
 """
 
 from __future__ import annotations
@@ -32,10 +32,8 @@ from prfaas.contracts.kvd_api import OpenTransfer
 from prfaas.engine.api import MAX_CUTS
 from prfaas.errors import InputError, PeerError, PeerHttpError
 from prfaas.gateway.client.kvd_client import KvdClient
-from prfaas.http_client.client import HttpClient, open_client
+from prfaas.http_client.client import HttpClient
 from prfaas.scheduler.handoff import choose_handoff
-from prfaas.security.shared_key import SharedKey
-from prfaas.security.tls import TlsIdentity
 from prfaas.studies.handoff_comparison import (
     LOGPROB_FIELDS,
     Answer,
@@ -43,34 +41,21 @@ from prfaas.studies.handoff_comparison import (
     compare_cut_alike,
     compare_cut_otherwise,
 )
+from prfaas.studies.pair_check import EnginePair, Server, find_server, no_engine
 from prfaas.types import Compat, Form, Grant, NotNow
 
 _TIMEOUTS = DEFAULTS.timeouts
 
 
 @dataclass(frozen=True, slots=True)
-class NodePair:
-    """URLs of a prefill node and a decode node. A `prfaas node` reports the URL of its kvd; for
-    other servers the URLs of the kvds are given here."""
-
-    prefill_url: str
-    decode_url: str
-    prefill_kvd_url: str | None
-    decode_kvd_url: str | None
-    member_key: SharedKey | None = None  # sent to both nodes and their kvds
-    tls: TlsIdentity | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class HandoffRequest:
-    prompt: str | list[int]  # the decode node tokenises text
+    prompt: list[int]
     max_tokens: int
     # Empty: no salt, or with `compare` an unused one, so that nothing cached is resumed from. Where
     # cached state was cut is not known.
     salt: str = ""
     compare: bool = False  # whether the prefill node also computes the whole answer
     handoff_tokens: int | None = None  # None: as a gateway chooses it
-    form: Form | None = None  # None: as a gateway chooses it
     decode_fields: Mapping[str, Any] = field(default_factory=dict)  # more of the decode request
 
 
@@ -102,7 +87,7 @@ class HandoffReport:
 
     @property
     def sent_bytes(self) -> int | None:
-        """None without a hand-off, or when the prefill node's kvd is not known."""
+        """None without a hand-off."""
         return next((step.nbytes for step in self.steps if step.name == "commit"), None)
 
     def as_dict(self) -> dict[str, Any]:
@@ -110,37 +95,34 @@ class HandoffReport:
         return built
 
 
-async def run_handoff(pair: NodePair, request: HandoffRequest, clock: Clock) -> HandoffReport:
+async def run_handoff(pair: EnginePair, request: HandoffRequest, clock: Clock) -> HandoffReport:
     """Raises `PeerError` when a process does not respond or fails, and `InputError` when the pair
     cannot hand off: the error names the reason."""
-    tls = pair.tls.client if pair.tls is not None else None
-    async with open_client(pair.member_key, tls=tls) as http:
-        prefill = await _connect(http, pair.prefill_url, pair.prefill_kvd_url)
-        decode = await _connect(http, pair.decode_url, pair.decode_kvd_url)
-        if decode.kvd is None:
-            raise InputError(
-                f"{decode.url} does not report the URL of its kvd",
-                where="--decode-kvd",
-                fix="give the URL",
-            )
-        return await _SingleHandoff(prefill, decode, decode.kvd, request, clock).run()
+    async with pair.client() as http:
+        prefill = await _connect(http, pair.url_a, pair.kvd_a)
+        decode = await _connect(http, pair.url_b, pair.kvd_b)
+        return await _SingleHandoff(prefill, decode, request, clock).run()
 
 
 class _Node:
     """A node and its kvd."""
 
-    def __init__(
-        self, http: HttpClient, url: str, model: str, kvd: KvdClient | None, *, is_prfaas: bool
-    ) -> None:
+    def __init__(self, http: HttpClient, url: str, server: Server, kvd: KvdClient) -> None:
         self.url = url
         self.kvd = kvd
-        self.is_prfaas = is_prfaas  # a `prfaas node`, which has no log-probabilities
+        self.is_prfaas = server.is_prfaas
         self._http = http
-        self._model = model
+        self._model = server.model
 
     async def complete(self, **fields: Any) -> dict[str, Any]:
-        body = {"temperature": 0.0, "return_token_ids": True, **fields}
-        return await self._post("/v1/completions", body, _TIMEOUTS.prefill_s)
+        request = {"model": self._model, "temperature": 0.0, "return_token_ids": True, **fields}
+        return await self._http.request_json(
+            "POST",
+            f"{self.url}/v1/completions",
+            dict[str, Any],
+            timeout_s=_TIMEOUTS.prefill_s,
+            body=msgspec.json.encode(request),
+        )
 
     async def complete_with_logprobs(self, **fields: Any) -> dict[str, Any]:
         """With log-probabilities if the server has them: its operator may have turned them off."""
@@ -151,28 +133,23 @@ class _Node:
                 raise
             return await self.complete(**fields)
 
-    async def tokenize(self, text: str) -> list[int]:
-        ids: list[int] = (
-            await self._post("/tokenize", {"prompt": text}, _TIMEOUTS.node_poll_timeout_s)
-        )["tokens"]
-        return ids
-
-    async def _post(self, path: str, fields: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        body = msgspec.json.encode({"model": self._model, **fields})
-        return await self._http.request_json(
-            "POST", f"{self.url}{path}", dict[str, Any], timeout_s=timeout_s, body=body
-        )
-
 
 async def _connect(http: HttpClient, url: str, kvd_url: str | None) -> _Node:
-    models = await http.request_json(
-        "GET", f"{url}/v1/models", dict[str, Any], timeout_s=_TIMEOUTS.node_poll_timeout_s
-    )
-    card = models["data"][0]
-    own = card.get("prfaas") or {}
-    kvd_url = kvd_url or own.get("kvd_url")
-    kvd = None if kvd_url is None else KvdClient(http, kvd_url)
-    return _Node(http, url, card["id"], kvd, is_prfaas=bool(own))
+    server = await find_server(http, url)
+    if server is None:
+        raise InputError(
+            "this is not the server of an engine",
+            where=url,
+            fix="give the URL of a prfaas node or of a vLLM server",
+        )
+    kvd_url = kvd_url or server.kvd_url
+    if kvd_url is None:
+        raise InputError(
+            "this server does not report the URL of its kvd",
+            where=url,
+            fix="give it with --kvd-a or --kvd-b",
+        )
+    return _Node(http, url, server, KvdClient(http, kvd_url))
 
 
 class _SingleHandoff:
@@ -180,13 +157,11 @@ class _SingleHandoff:
         self,
         prefill: _Node,
         decode: _Node,
-        receiver: KvdClient,
         request: HandoffRequest,
         clock: Clock,
     ) -> None:
         self._prefill = prefill
         self._decode = decode
-        self._receiver = receiver
         self._request = request
         self._clock = clock
         self._began_s = clock.now()
@@ -197,8 +172,7 @@ class _SingleHandoff:
 
     async def run(self) -> HandoffReport:
         request = self._request
-        prompt = request.prompt
-        ids = await self._decode.tokenize(prompt) if isinstance(prompt, str) else prompt
+        ids = request.prompt
         fields: dict[str, Any] = {"prompt": ids, "max_tokens": request.max_tokens}
         salt = request.salt or (_unused_salt() if request.compare else "")
         if salt:  # vLLM refuses an empty one
@@ -290,11 +264,8 @@ class _SingleHandoff:
     async def _choose_compat(self) -> Compat:
         """The format of the hand-off. Where the nodes have none in common it is the sender's: the
         receiver's refusal then names the differences."""
-        wanted = self._request.form
-        receiver = _of_form(await _compats(self._receiver), wanted, self._decode.url)
-        if self._prefill.kvd is None:
-            return receiver[0]
-        sender = _of_form(await _compats(self._prefill.kvd), wanted, self._prefill.url)
+        sender = await _compats(self._prefill.kvd)
+        receiver = await _compats(self._decode.kvd)
         return choose_compat(sender, receiver) or sender[0]
 
     def _length(self, prompt_tokens: int, block_tokens: int) -> int:
@@ -311,11 +282,11 @@ class _SingleHandoff:
 
     async def _open(self, transfer: OpenTransfer) -> Grant:
         with self._step("grant") as step:
-            grant = await self._receiver.open(transfer)
+            grant = await self._decode.kvd.open(transfer)
             if isinstance(grant, NotNow):
                 raise InputError(
                     f"the kvd grants no memory now: {grant.reason}",
-                    where=self._receiver.url,
+                    where=self._decode.kvd.url,
                     fix=f"try again in {grant.retry_after_s:g} s",
                 )
             held = ", ".join(f"{tokens} of {group}" for group, tokens in grant.skip_tokens.items())
@@ -333,12 +304,11 @@ class _SingleHandoff:
                 committing = group.create_task(self._commit(grant))
         except BaseExceptionGroup as errors:  # the first error is the cause of the others
             with suppress(PeerError):  # the receiver frees the memory now instead of by timeout
-                await self._receiver.abort(grant.transfer_id, "the hand-off failed")
+                await self._decode.kvd.abort(grant.transfer_id, "the hand-off failed")
             raise errors.exceptions[0] from None
-        if self._prefill.kvd is not None:
-            sent = await self._prefill.kvd.transfer(grant.transfer_id)
-            commit = committing.result()
-            commit.nbytes, commit.note = sent.nbytes, "sent"
+        sent = await self._prefill.kvd.transfer(grant.transfer_id)
+        commit = committing.result()
+        commit.nbytes, commit.note = sent.nbytes, "sent"
 
     async def _compute(self, grant: Grant, fields: dict[str, Any], length: int) -> None:
         params = encode(RemoteDecode(grant, length, self._request.compare))
@@ -358,7 +328,7 @@ class _SingleHandoff:
 
     async def _commit(self, grant: Grant) -> HandoffStep:
         with self._step("commit") as step:
-            await self._receiver.wait_committed(grant.transfer_id)
+            await self._decode.kvd.wait_committed(grant.transfer_id)
         return step
 
     @contextmanager
@@ -398,18 +368,5 @@ def _cached(answer: dict[str, Any]) -> str:
 async def _compats(kvd: KvdClient) -> tuple[Compat, ...]:
     compats = compats_of(await kvd.stats())
     if not compats:
-        raise InputError(
-            "no engine has registered with this kvd", where=kvd.url, fix="start its engine first"
-        )
+        raise no_engine(kvd.url)
     return compats
-
-
-def _of_form(compats: tuple[Compat, ...], form: Form | None, url: str) -> tuple[Compat, ...]:
-    found = tuple(compat for compat in compats if form in (None, compat.form))
-    if not found:
-        raise InputError(
-            f"the engine of {url} does not hand over in the {form} form",
-            where="form",
-            fix=f"use: {', '.join(compat.form for compat in compats)}",
-        )
-    return found

@@ -23,6 +23,7 @@ from prfaas.errors import ConnectionLost
 from prfaas.transport.buffers import FileRange
 
 TICK_S = 0.25
+DISCARD_BYTES = 1 << 20  # at a time: what a peer without a grant sends takes no more memory
 _TIMEVAL = struct.Struct("@ll")
 _IOV_MAX = 1_024  # maximum number of buffers in one system call
 # Per call, which returns only when all of them are sent: at 8 Mbit/s that takes a tick.

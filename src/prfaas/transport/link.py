@@ -32,7 +32,7 @@ from prfaas.errors import (
     WireError,
 )
 from prfaas.lateness import LateSince, never_late
-from prfaas.transport.buffers import FileSlice
+from prfaas.transport.buffers import FileRange, FileSlice
 from prfaas.transport.channel import TICK_S, Channel, connect
 from prfaas.transport.grants import transfer_key
 from prfaas.transport.messages import (
@@ -483,6 +483,30 @@ def _connect(
     )
 
 
+def send_frame(
+    channel: Channel | WorkerChannel,
+    head: bytearray,
+    ranges: list[FileRange],
+    views: Callable[[], list[memoryview]],
+    nbytes: int,
+    *,
+    checked: bool,
+    meanwhile: Callable[[], None],
+) -> None:
+    """Sends a frame: `head`, which gets its checksum, and `nbytes` of payload, which lie in files
+    (`ranges`) or, where these are empty, only in `views`."""
+    if isinstance(channel, WorkerChannel) and ranges:
+        channel.send_frame(head, ranges, checked=checked, meanwhile=meanwhile)
+        return
+    payload = views()
+    if checked:
+        seal(head, payload)
+    if isinstance(channel, Channel) and ranges and channel.can_send_files:
+        channel.send_files(memoryview(head), ranges, meanwhile)
+    else:
+        channel.send([memoryview(head), *payload], len(head) + nbytes, meanwhile)
+
+
 class _SenderConnection:
     """One connection and its thread: it sends pending work and reads the responses."""
 
@@ -683,16 +707,15 @@ class _SenderConnection:
             auth=transfer.auth,
             checked=checked,
         )
-        if isinstance(channel, WorkerChannel) and frame.ranges:
-            channel.send_frame(head, frame.ranges, checked=checked, meanwhile=meanwhile)
-            return
-        views = frame.views()
-        if checked:
-            seal(head, views)
-        if isinstance(channel, Channel) and frame.ranges and channel.can_send_files:
-            channel.send_files(memoryview(head), frame.ranges, meanwhile)
-        else:
-            channel.send([memoryview(head), *views], len(head) + frame.nbytes, meanwhile)
+        send_frame(
+            channel,
+            head,
+            frame.ranges,
+            frame.views,
+            frame.nbytes,
+            checked=checked,
+            meanwhile=meanwhile,
+        )
 
     def _handle_response(self, frame: Frame) -> None:
         header, now = frame.header, self._link.clock.now()

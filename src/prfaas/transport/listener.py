@@ -30,6 +30,7 @@ from prfaas.config.address import Address
 from prfaas.errors import ConnectionLost, InputError, PeerError, PrfaasError, WireError
 from prfaas.transport.buffers import DISCARDED
 from prfaas.transport.channel import (
+    DISCARD_BYTES,
     TICK_S,
     Channel,
     TimeLimit,
@@ -64,7 +65,6 @@ log = logging.getLogger(__name__)
 
 _ACK_DELAY_S = 5e-3
 _PROGRESS_EVERY_S = 0.1  # for a frame that takes longer than a tick to arrive
-_DISCARD_BYTES = 1 << 20  # at a time
 _UNKNOWN = Ended(False, "the receiver knows no such grant")
 _FROM_SENDERS = {Kind.OPEN, Kind.DATA, Kind.PROBE, Kind.ABORT}  # frames that show a grant
 
@@ -572,12 +572,12 @@ class _ReceiverConnection:
         return bytes(body)
 
     def _discard(self, nbytes: int) -> None:
+        if isinstance(self._channel, WorkerChannel):
+            self._channel.discard(nbytes)
+            return
         while nbytes:
-            some = min(nbytes, _DISCARD_BYTES)
-            if isinstance(self._channel, WorkerChannel):
-                self._channel.discard(some)
-            else:
-                self._channel.receive([self._scratch_of(some)], some)
+            some = min(nbytes, DISCARD_BYTES)
+            self._channel.receive([self._scratch_of(some)], some)
             nbytes -= some
 
     def _scratch_of(self, nbytes: int) -> memoryview:

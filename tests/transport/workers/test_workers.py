@@ -15,7 +15,7 @@ import pytest
 
 from prfaas.config.address import Address
 from prfaas.errors import ConnectionLost, TransferFailed
-from prfaas.security.tls import SERVICE_NAME, TlsFiles, TlsIdentity
+from prfaas.security.tls import SERVICE_NAME, TlsIdentity
 from prfaas.transport.grants import transfer_key
 from prfaas.transport.link import LinkOptions, Transfer, TransferLink
 from prfaas.transport.listener import Listener
@@ -53,16 +53,9 @@ OPTIONS = LinkOptions(
 )
 
 
-def identity(folder: Path) -> TlsIdentity:
-    made = make_certificates(folder)
-    return TlsIdentity(
-        TlsFiles(made.ca, made.server, made.server_key, made.client, made.client_key)
-    )
-
-
 @pytest.fixture(scope="module")
 def tls(tmp_path_factory: pytest.TempPathFactory) -> TlsIdentity:
-    return identity(tmp_path_factory.mktemp("certs"))
+    return make_certificates(tmp_path_factory.mktemp("certs")).identity()
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +155,7 @@ def test_a_frame_of_an_ended_transfer_is_dropped_and_answered(pool: WorkerPool) 
 def test_an_unknown_certificate_is_refused(
     pool: WorkerPool, tls: TlsIdentity, tmp_path: Path
 ) -> None:
-    stranger = identity(tmp_path)
+    stranger = make_certificates(tmp_path).identity()
     with (
         WorkerPool(1, credentials=stranger.contents) as strangers,
         Listener(tls=tls.server, workers=pool) as listener,
@@ -181,7 +174,7 @@ def test_an_unknown_certificate_is_refused(
 
 
 def test_certificates_that_are_read_again_count_for_new_connections(tmp_path: Path) -> None:
-    ours = identity(tmp_path)
+    ours = make_certificates(tmp_path).identity()
     with (
         WorkerPool(1, credentials=ours.contents) as workers,
         Listener(tls=ours.server, workers=workers) as listener,

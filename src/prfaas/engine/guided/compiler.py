@@ -34,6 +34,7 @@ from prfaas.engine.guided.frames import Begin, Begun, Compile, Compiled, End, Ma
 from prfaas.engine.guided.host_process import HostCopy, HostProcess
 from prfaas.engine.guided.limits import MEMORY_BYTES, STEP_CPU_S, compile_cpu_s
 from prfaas.errors import EngineError, InputError
+from prfaas.service.cores import cpu_clock
 from prfaas.types import NotNow
 
 MAX_CACHED = 32  # compiled grammars, whether a request uses them or not
@@ -123,7 +124,7 @@ class GrammarConnection:
         poll.register(self._socket, select.POLLIN)
         while not poll.poll(_LOOK_MS):
             try:
-                if limits.is_expensive(time.clock_gettime(_cpu_clock(pid))):
+                if limits.is_expensive(time.clock_gettime(cpu_clock(pid))):
                     limits.leave_to_others(pid, os.getpriority(os.PRIO_PROCESS, pid))
                     return
             except OSError:
@@ -432,11 +433,6 @@ def _kill(process: int) -> None:
     """By its descriptor."""
     with suppress(ProcessLookupError):
         signal.pidfd_send_signal(process, signal.SIGKILL)
-
-
-def _cpu_clock(pid: int) -> int:
-    """As clock_getcpuclockid(3): the processor time of another process."""
-    return ~pid << 3 | 2
 
 
 def _digest(description: GrammarDescription) -> bytes:

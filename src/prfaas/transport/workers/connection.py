@@ -13,7 +13,14 @@ import msgspec
 from prfaas.clock import Clock
 from prfaas.errors import ConnectionLost, PeerError, WireError
 from prfaas.transport.buffers import DISCARDED, FileRange
-from prfaas.transport.channel import TICK_S, Channel, TimeLimit, shake_hands, shut_down
+from prfaas.transport.channel import (
+    DISCARD_BYTES,
+    TICK_S,
+    Channel,
+    TimeLimit,
+    shake_hands,
+    shut_down,
+)
 from prfaas.transport.wire import (
     HEADER_BYTES,
     PIECE_BYTES,
@@ -231,9 +238,8 @@ class _Connection:
                 self._granted = True
                 self._report(Received(intact(head, header, table, views)))
             elif isinstance(order, Discard) and 0 < order.nbytes <= left:
-                dropped = self._scratch_of(order.nbytes)
-                self._receive([dropped], dropped.nbytes)
-                left -= dropped.nbytes
+                self._discard(order.nbytes)
+                left -= order.nbytes
                 self._report(Received(True))
             elif isinstance(order, ReceiveBody) and 0 < order.nbytes <= left:
                 part = memoryview(bytearray(min(order.nbytes, PART_BYTES)))
@@ -271,6 +277,12 @@ class _Connection:
             self._channel.receive(
                 rest, nbytes - known, lambda more: self._meanwhile_receiving(known + more)
             )
+
+    def _discard(self, nbytes: int) -> None:
+        while nbytes:
+            dropped = self._scratch_of(min(nbytes, DISCARD_BYTES))
+            self._receive([dropped], dropped.nbytes)
+            nbytes -= dropped.nbytes
 
     def _targets(self, ranges: Sequence[Range], nbytes: int) -> list[memoryview]:
         if sum(size for _, _, size in ranges) != nbytes:

@@ -1,7 +1,8 @@
+"""`prfaas doctor pair --try`: one hand-off between emulated nodes, and what its report says."""
+
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,8 +14,9 @@ from aiohttp.test_utils import TestServer
 
 from prfaas.clock import MonotonicClock
 from prfaas.contracts.readiness import NodeReady
-from prfaas.errors import InputError
-from prfaas.studies.single_handoff import HandoffReport, HandoffRequest, NodePair, run_handoff
+from prfaas.errors import InputError, PeerError
+from prfaas.studies.pair_check import EnginePair
+from prfaas.studies.single_handoff import HandoffReport, HandoffRequest, run_handoff
 from tests.cli.runner import Result
 from tests.cli.test_node import EMULATED
 from tests.node.hosts import Process
@@ -52,9 +54,15 @@ def urls(key_file: Path) -> Iterator[list[str]]:
             node.stop()
 
 
+def hand_off(pair: EnginePair, tokens: int, **more: object) -> HandoffReport:
+    request = HandoffRequest([40 + at % 50 for at in range(tokens)], 16, **more)  # type: ignore[arg-type]
+    return asyncio.run(run_handoff(pair, request, MonotonicClock()))
+
+
 def test_each_step_is_shown_with_its_time_and_bytes(prfaas: Run, urls: list[str]) -> None:
-    shown = prfaas("handoff", *urls[:2], "--tokens", "500", "--compare")
+    shown = prfaas("doctor", "pair", *urls[:2], "--try", "--tokens", "500")
     assert shown.code == 0, shown.err
+    assert "They can hand over to each other" in shown.out
     assert "prompt of 500 tokens, 448 handed off" in shown.out
     for step in ("grant", "prefill", "commit", "decode", "compare"):
         assert step in shown.out
@@ -62,26 +70,25 @@ def test_each_step_is_shown_with_its_time_and_bytes(prfaas: Run, urls: list[str]
 
 
 def test_the_reference_has_the_cuts_of_the_hand_off(prfaas: Run, urls: list[str]) -> None:
-    arguments = ["handoff", *urls[:2], "--tokens", "500", "--seed", "5", "--compare", "--json"]
     for _ in range(2):  # the second one resumes from nothing either: its salt is new
-        report = prfaas(*arguments).json
-        assert report["comparison"] == {
+        found = prfaas("doctor", "pair", *urls[:2], "--try", "--tokens", "500", "--json").json
+        tried = found["tried"]
+        assert tried["comparison"] == {
             **{"rule": "same_cuts", "same": True, "first_difference": None, "reason": ""},
             **{"largest_rounding": None, "margin": None, "cut_tokens": [448, 500]},
         }
-        assert report["expected"] == report["answer"] and report["prefill_cached"] == 0
+        assert tried["expected"] == tried["answer"] and tried["prefill_cached"] == 0
 
 
-def test_a_given_salt_is_used_and_cached_state_is_no_bit_for_bit_reference(
-    prfaas: Run, urls: list[str]
-) -> None:
-    arguments = ["handoff", *urls[:2], "--tokens", "500", "--seed", "6", "--salt", "mine"]
-    first, second = (prfaas(*arguments, "--compare", "--json").json for _ in range(2))
-    assert first["comparison"]["rule"] == "same_cuts"
-    assert second["prefill_cached"] == 448
-    found = second["comparison"]
-    assert found["rule"] == "every_token" and found["same"] and found["cut_tokens"] is None
-    assert "cached state was resumed from" in found["reason"]
+def test_a_given_salt_is_used_and_cached_state_is_no_bit_for_bit_reference(urls: list[str]) -> None:
+    pair = EnginePair(*urls[:2])
+    first, second = (hand_off(pair, 500, salt="mine", compare=True) for _ in range(2))
+    assert first.comparison is not None and first.comparison.rule == "same_cuts"
+    assert second.prefill_cached == 448
+    found = second.comparison
+    assert found is not None and found.rule == "every_token"
+    assert found.same and found.cut_tokens is None
+    assert "cached state was resumed from" in found.reason
 
 
 @asynccontextmanager
@@ -139,7 +146,7 @@ async def test_servers_that_do_not_report_cuts_are_compared_by_log_probabilities
 ) -> None:
     none = None if shift is None else 0.0
     async with like_vllm(urls[0], none) as prefill, like_vllm(urls[1], shift) as decode:
-        pair = NodePair(prefill[0], decode[0], prefill[1], decode[1])
+        pair = EnginePair(prefill[0], decode[0], prefill[1], decode[1])
         ids = [40 + at % 50 for at in range(200)]
         report = await run_handoff(pair, HandoffRequest(ids, 4, compare=True), MonotonicClock())
     found = report.comparison
@@ -150,79 +157,64 @@ async def test_servers_that_do_not_report_cuts_are_compared_by_log_probabilities
         assert found.largest_rounding == pytest.approx(shift)
 
 
-def test_a_second_hand_off_sends_nothing(prfaas: Run, urls: list[str]) -> None:
-    arguments = ["handoff", *urls[:2], "--tokens", "500", "--seed", "2", "--json"]
-    first, second = (json.loads(prfaas(*arguments).out) for _ in range(2))
-    steps = [{step["name"]: step for step in report["steps"]} for report in (first, second)]
-    assert steps[0]["commit"]["nbytes"] > 0 and steps[1]["commit"]["nbytes"] == 0
-    assert first["answer"] == second["answer"] and len(first["answer"]) == 16
+async def test_a_server_that_does_not_report_its_kvd_needs_it_given(
+    prfaas: Run, urls: list[str]
+) -> None:
+    async with like_vllm(urls[0], None) as (server, kvd):
+        arguments = ["doctor", "pair", server, urls[1], "--try", "--tokens", "100", "--json"]
+        refused = await asyncio.to_thread(prfaas, *arguments)
+        assert refused.code == 2 and "neither a kvd nor a prfaas node" in refused.err
+        given = await asyncio.to_thread(prfaas, *arguments, "--kvd-a", kvd)
+        assert given.code == 0 and given.json["tried"]["handoff_tokens"] == 64, given.err
+    only_kvds = await asyncio.to_thread(prfaas, "doctor", "pair", kvd, urls[1], "--try")
+    assert only_kvds.code == 2 and "this is not the server of an engine" in only_kvds.err
 
 
-def test_a_prompt_too_short_to_hand_off_is_decoded(prfaas: Run, urls: list[str]) -> None:
-    report = json.loads(prfaas("handoff", *urls[:2], "--tokens", "1", "--json").out)
-    assert [step["name"] for step in report["steps"]] == ["decode"]
-    assert len(report["answer"]) == 16
+def test_a_second_hand_off_sends_nothing(urls: list[str]) -> None:
+    first, second = (hand_off(EnginePair(*urls[:2]), 500) for _ in range(2))
+    assert first.sent_bytes and second.sent_bytes == 0
+    assert first.answer == second.answer and first.answer is not None and len(first.answer) == 16
+
+
+def test_a_prompt_too_short_to_hand_off_is_decoded(urls: list[str]) -> None:
+    report = hand_off(EnginePair(*urls[:2]), 1)
+    assert [step.name for step in report.steps] == ["decode"] and report.form is None
+    assert report.answer is not None and len(report.answer) == 16
 
 
 def test_a_pair_that_does_not_fit_is_refused_with_the_reason(prfaas: Run, urls: list[str]) -> None:
-    refused = prfaas("handoff", urls[2], urls[1], "--tokens", "500")
-    assert refused.code == 2
-    assert "revision: bytes x 0.0001 here, bytes x 0.0002 there" in refused.err
-
-
-def test_doctor_says_beforehand_what_a_hand_off_finds(prfaas: Run, urls: list[str]) -> None:
-    fits = prfaas("doctor", "pair", *urls[:2], "--tokens", "448", "--json")
-    assert fits.code == 0 and fits.json["can_hand_over"]
-    handed = prfaas("handoff", *urls[:2], "--tokens", "500", "--seed", "7", "--json").json
-    (commit,) = [step for step in handed["steps"] if step["name"] == "commit"]
-    assert fits.json["costs"][1]["nbytes"] == commit["nbytes"]
-    refused = prfaas("doctor", "pair", urls[2], urls[1], "--json")
-    assert refused.code == 1
+    refused = prfaas("doctor", "pair", urls[2], urls[1], "--try", "--tokens", "500", "--json")
+    assert refused.code == 1 and refused.json["tried"] is None
     (difference,) = refused.json["differences"]
     assert difference["field"] == "revision" and difference["final"]
+    with pytest.raises(PeerError, match=r"revision: bytes x 0.0001 here, bytes x 0.0002 there"):
+        hand_off(EnginePair(urls[2], urls[1]), 500)
+
+
+def test_the_estimate_is_what_a_hand_off_sends(prfaas: Run, urls: list[str]) -> None:
+    told = prfaas("doctor", "pair", *urls[:2], "--tokens", "448", "--json").json
+    assert told["can_hand_over"]
+    report = hand_off(EnginePair(*urls[:2]), 500, salt="never used before")
+    assert told["costs"][1]["nbytes"] == report.sent_bytes
 
 
 def test_a_given_length_is_handed_off(urls: list[str]) -> None:
     """`bench/pairs.py` hands off at any length, not only where a gateway would."""
-    pair = NodePair(*urls[:2], None, None)
-    ids = [40 + at % 50 for at in range(150)]
-
-    def run(tokens: int) -> HandoffReport:
-        request = HandoffRequest(ids, 4, "", handoff_tokens=tokens, decode_fields={"seed": 1})
-        return asyncio.run(run_handoff(pair, request, MonotonicClock()))
-
-    report = run(37)
+    pair, fields = EnginePair(*urls[:2]), {"seed": 1}
+    report = hand_off(pair, 150, handoff_tokens=37, decode_fields=fields)
     assert report.handoff_tokens == 37 and report.decode_cached == 37
     assert report.sent_bytes and not any(report.skip_tokens.values())
-    assert report.logprobs is None and report.answer is not None and len(report.answer) == 4
+    assert report.logprobs is None and report.answer is not None
     for wrong in (150, -1):
         with pytest.raises(InputError, match="leave at least the last token"):
-            run(wrong)
+            hand_off(pair, 150, handoff_tokens=wrong)
 
 
 def test_the_key_is_sent_to_a_kvd_that_requires_it(
     prfaas: Run, urls: list[str], key_file: Path
 ) -> None:
-    arguments = ["handoff", urls[0], urls[3], "--tokens", "500", "--seed", "3"]
+    arguments = ["doctor", "pair", urls[0], urls[3], "--try", "--tokens", "500"]
     refused = prfaas(*arguments)
     assert refused.code == 2 and "HTTP 401" in refused.err
-    shown = prfaas(*arguments, "--member-key-file", str(key_file), "--compare")
+    shown = prfaas(*arguments, "--member-key-file", str(key_file))
     assert shown.code == 0, shown.err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["http://127.0.0.1:1", "http://127.0.0.1:1"], "exactly one of --prompt and --tokens"),
-        (["http://127.0.0.1:1", "http://127.0.0.1:1", "--tokens", "0"], "--tokens"),
-        (
-            ["http://127.0.0.1:1", "http://127.0.0.1:1", "--tokens", "9"],
-            "check that the process is running",
-        ),
-        (["http://127.0.0.1:1", "http://127.0.0.1:1", "--tokens", "9", "--prompt", "x"], "either"),
-    ],
-)
-def test_what_cannot_be_tried_is_one_line(prfaas: Run, arguments: list[str], says: str) -> None:
-    result = prfaas("handoff", *arguments)
-    assert result.code == 2
-    assert says in result.err and result.err.count("\n") == 1
