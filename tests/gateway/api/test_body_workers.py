@@ -157,8 +157,10 @@ async def started() -> None:
 
 
 def has_ended(pid: int) -> bool:
+    """With all its threads: its connection is open until the last one has ended."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state == "Z" and len(os.listdir(f"/proc/{pid}/task")) == 1
     except OSError:
         return True
 
