@@ -25,6 +25,7 @@ from prfaas.security.certificates import CertificateAuthority
 from prfaas.security.tls import trust_context
 from tests.envoy.held_node import JOURNAL, SOCKET
 from tests.gateway.backends import deployment, node, written
+from tests.gateway.conftest import KEEPS, QUICK
 from tests.node.hosts import Host, Process
 from tests.secret_files import write_secret
 from tests.waiting import wait_until
@@ -33,12 +34,6 @@ TENANT_KEY, OPERATOR_KEY = "sk-behind-envoy", "the-operator-key-behind-envoy"
 GATEWAYS = ("gateway-a", "gateway-b")  # the first one plans
 CERTIFICATE_DAYS = 30
 ASK_S = 30.0
-EMULATED = (
-    *("--engine", "emulated", "--model", "case-study-1t"),
-    *("--set", "node.emulated.byte_scale=1e-4", "--set", "node.emulated.time_scale=0.02"),
-)
-# Longer than any test waits: a time limit does not free what an abort should have freed.
-KEEPS = ("--set", "kvd.timeouts.grant_s=600", "--set", "kvd.timeouts.dispatch_s=600")
 
 
 class HeldHost:
@@ -49,7 +44,7 @@ class HeldHost:
         folder.mkdir(parents=True)
         self.host = Host(
             folder,
-            (*EMULATED, "--accelerator", accelerator),
+            (*QUICK, "--accelerator", accelerator),
             ("--node", name, *KEEPS),
             ("tests.envoy.held_node", str(folder)),
         )

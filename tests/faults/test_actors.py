@@ -20,9 +20,9 @@ from prfaas_lab.faults.actors.budget import BURST_S, CpuBudget
 from prfaas_lab.faults.actors.connections import OVERDUE, UNDER_WAY, Network, Place, http_request
 from prfaas_lab.faults.actors.fake_kvd import MANNERS, FakeKvd
 from prfaas_lab.faults.actors.lanes import Lane, run_lanes
-from prfaas_lab.faults.actors.mutations import mutate_bytes, mutate_json
 from prfaas_lab.faults.actors.situation import Census
 from prfaas_lab.faults.actors.tenant import WORK_AT_ONCE
+from prfaas_lab.testing.hostile import mutate_bytes, mutate_json
 
 MODEL = "m"
 

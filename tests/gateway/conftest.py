@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from prfaas.engine.checkpoint.tokenizer import save_tokenizer
 from prfaas.wan.path import Conditions
 from prfaas.wan.relay import Relay
 from tests.gateway.backends import deployment, node
-from tests.node.hosts import Host, call
+from tests.node.hosts import Host, call, running_hosts
 
 EMULATED = (
     *("--engine", "emulated", "--model", "case-study-1t"),
@@ -53,27 +53,20 @@ class Hosts:
             host.wait_until_idle()
 
 
+def on_accelerators(options: Sequence[str], *, home: int) -> dict[str, tuple[str, ...]]:
+    """Options of nodes by name: so many at home, and one far away."""
+    near = {f"home{number}": (*options, "--accelerator", "h20") for number in range(home)}
+    return {**near, "far0": (*options, "--accelerator", "h200")}
+
+
 @pytest.fixture(scope="session")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     """Three hosts at home, one far away. Tests leave them healthy."""
     folder = tmp_path_factory.mktemp("hosts")
     save_tokenizer(folder, max_tokens=131072)  # for chats, which decode nodes read themselves
     options = (*QUICK, "--set", f"node.tokenizer={folder}")
-    home = [
-        Host(
-            folder / f"home{i}", (*options, "--accelerator", "h20"), ("--node", f"home{i}", *KEEPS)
-        )
-        for i in range(3)
-    ]
-    far = [Host(folder / "far", (*options, "--accelerator", "h200"), ("--node", "far0", *KEEPS))]
-    hosts = Hosts(folder, home, far)
-    try:
-        for host in hosts.all:
-            host.wait_until_ready()
-        yield hosts
-    finally:
-        for host in hosts.all:
-            host.close()
+    with running_hosts(folder, on_accelerators(options, home=3), *KEEPS) as hosts:
+        yield Hosts(folder, hosts[:3], hosts[3:])
 
 
 @pytest.fixture

@@ -29,9 +29,9 @@ from tests.gateway.backends import (
     until,
     with_role,
 )
-from tests.gateway.conftest import EMULATED, Hosts
+from tests.gateway.conftest import EMULATED, Hosts, on_accelerators
 from tests.gateway.fleets import PD
-from tests.node.hosts import Host
+from tests.node.hosts import running_hosts
 
 SOON = {"every_s": 0.2, "warmup_s": 0.0, "block_requests": 50, "dwell_s": 0.0}
 SLOWER, TOKENS = 1.5, THRESHOLD
@@ -128,14 +128,8 @@ async def test_advice_is_said_and_not_followed(
 @pytest.fixture
 def slow(tmp_path: Path) -> Iterator[Hosts]:
     """Hosts at the pace of their accelerators."""
-    near, far = ((*EMULATED, "--accelerator", name) for name in ("h20", "h200"))
-    home = [Host(tmp_path / f"home{i}", near, ("--node", f"home{i}")) for i in range(2)]
-    hosts = Hosts(tmp_path, home, [Host(tmp_path / "far", far, ("--node", "far0"))])
-    try:
-        yield hosts
-    finally:
-        for host in hosts.all:
-            host.close()
+    with running_hosts(tmp_path, on_accelerators(EMULATED, home=2)) as hosts:
+        yield Hosts(tmp_path, hosts[:2], hosts[2:])
 
 
 @pytest.mark.slow

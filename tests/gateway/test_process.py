@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +13,10 @@ import openai
 import pytest
 from openai import OpenAI
 
-from prfaas.contracts.readiness import GatewayReady
 from prfaas.text import Chat, load_tokenizer
-from tests.gateway.backends import MODEL, THRESHOLD, prompt, written
+from tests.gateway.backends import MODEL, THRESHOLD, prompt
 from tests.gateway.conftest import Hosts
+from tests.gateway.processes import GatewayProcess, gateway_process
 from tests.node.hosts import START_S, Process, call
 from tests.secret_files import write_secret
 from tests.waiting import wait_until
@@ -28,48 +27,36 @@ LONG = [{"role": "user", "content": "Why? " * THRESHOLD}]
 
 
 @pytest.fixture(scope="module")
-def gateway(emulated: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+def gateway(emulated: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
     folder = tmp_path_factory.mktemp("gateway")
     write_secret(folder / "key", "sk-from-a-file\n")
     write_secret(folder / "operator.key", f"{OPERATOR}\n")
     raw = msgspec.to_builtins(emulated.deployment())
     raw["model"]["max_tokens"] = 8192
-    raw["gateway"] = {
-        "port": 0,
-        "tokenizer": str(emulated.tokenizer),
-        "operator_key_file": "operator.key",
-        "keys": [{"file": "key", "tenant": "one"}, {"key": "sk-two", "tenant": "two"}],
-    }
-    process = Process("gateway", str(written(raw, folder / "deployment.toml")), "--advise")
-    yield process
-    assert process.stop() == 0
+    with gateway_process(
+        folder,
+        raw,
+        "--advise",
+        key=OPERATOR,
+        tokenizer=str(emulated.tokenizer),
+        operator_key_file="operator.key",
+        keys=[{"file": "key", "tenant": "one"}, {"key": "sk-two", "tenant": "two"}],
+    ) as process:
+        yield process
+        assert process.stop() == 0
 
 
 @pytest.fixture
-def url(gateway: Process) -> str:
-    url = gateway.ready(GatewayReady).http
-
-    def ready() -> bool:
-        clusters = state(url)["clusters"]
-        return all(node.get("in_use") for c in clusters for node in c["nodes"])
-
-    wait_until(ready)
-    return url
-
-
-def state(url: str, key: str = OPERATOR) -> Any:
-    request = urllib.request.Request(
-        f"{url}/prfaas/v1/state", headers={"Authorization": f"Bearer {key}"}
-    )
-    with urllib.request.urlopen(request) as answer:
-        return json.load(answer)
+def url(gateway: GatewayProcess) -> str:
+    gateway.wait_until_all_in_use()
+    return gateway.url
 
 
 def client(url: str, key: str = "sk-from-a-file") -> OpenAI:
     return OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
 
 
-def lines(gateway: Process, request: str) -> list[dict[str, Any]]:
+def lines(gateway: GatewayProcess, request: str) -> list[dict[str, Any]]:
     """What the log says of it, once it does."""
 
     def found() -> list[dict[str, Any]]:
@@ -82,7 +69,7 @@ def lines(gateway: Process, request: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(("messages", "route"), [(SHORT, "local"), (LONG, "remote")])
 def test_chats_are_prefilled_where_they_belong(
-    gateway: Process, url: str, emulated: Hosts, messages: Any, route: str
+    gateway: GatewayProcess, url: str, emulated: Hosts, messages: Any, route: str
 ) -> None:
     name = f"chat-{route}"
     with client(url) as asking:
@@ -106,7 +93,7 @@ def test_chats_are_prefilled_where_they_belong(
     assert line["ttft_s"] > 0 and line["bytes"] > 0 and line["reason"]
 
 
-def test_completions_and_who_may_ask(gateway: Process, url: str) -> None:
+def test_completions_and_who_may_ask(gateway: GatewayProcess, url: str) -> None:
     with client(url) as asking:
         answer = asking.completions.create(model=MODEL, prompt=prompt(300), max_tokens=5)
         assert answer.usage is not None and answer.usage.completion_tokens == 5
@@ -115,10 +102,7 @@ def test_completions_and_who_may_ask(gateway: Process, url: str) -> None:
         assert long.value.code == "context_length_exceeded"
     with client(url, "sk-unknown") as stranger, pytest.raises(openai.AuthenticationError):
         stranger.completions.create(model=MODEL, prompt="x")
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        state(url, "sk-two")
-    refused.value.close()
-    assert refused.value.code == 401
+    assert call("GET", f"{url}/prfaas/v1/state", key="sk-two")[0] == 401
 
 
 def test_tenants_share_no_cache(url: str) -> None:
@@ -133,13 +117,9 @@ def test_tenants_share_no_cache(url: str) -> None:
 
 def cached_tokens(url: str, tenant: str, ids: list[int]) -> int:
     """Tokens of the prompt that are cached on any node, for this tenant."""
-    request = urllib.request.Request(
-        f"{url}/prfaas/v1/explain?tenant={tenant}",
-        json.dumps({"prompt": ids}).encode(),
-        {"Authorization": f"Bearer {OPERATOR}", "Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request) as answer:
-        told = json.load(answer)
+    path = f"{url}/prfaas/v1/explain?tenant={tenant}"
+    status, told = call("POST", path, {"prompt": ids}, OPERATOR)
+    assert status == 200, told
     return max(option["cached_tokens"] for option in told["alternatives"])
 
 
@@ -159,8 +139,8 @@ def test_health_and_the_document_need_no_key(url: str) -> None:
         assert f"prfaas_gateway_{name}" in page, name
 
 
-def test_a_gateway_that_advises_says_so(url: str) -> None:
-    found = state(url)
+def test_a_gateway_that_advises_says_so(gateway: GatewayProcess, url: str) -> None:
+    found = gateway.state()
     assert found["advises"] and found["advice"] is None and found["plan"]["made"]
 
 

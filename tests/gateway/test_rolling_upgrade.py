@@ -22,9 +22,9 @@ from urllib.parse import urlsplit
 import msgspec
 import pytest
 
-from prfaas.contracts.readiness import GatewayReady
-from tests.gateway.backends import HOME, MODEL, THRESHOLD, deployment, prompt, written
+from tests.gateway.backends import HOME, MODEL, THRESHOLD, deployment, prompt
 from tests.gateway.conftest import QUICK
+from tests.gateway.processes import gateway_process
 from tests.node.hosts import START_S, Host, Process, call
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -214,12 +214,8 @@ def gateway(folder: Path, hosts: Sequence[Host], homes: int) -> Iterator[tuple[P
     if homes == len(hosts):
         clusters = [cluster for cluster in made.clusters if cluster.name == HOME]
         made = msgspec.structs.replace(made, clusters=clusters, links=[])
-    raw = msgspec.to_builtins(made)
-    raw["gateway"] = {"port": 0}
-    process = Process("gateway", str(written(raw, folder / "deployment.toml")))
-    try:
-        yield process, process.ready(GatewayReady).http
-    finally:
+    with gateway_process(folder, made) as process:
+        yield process, process.url
         assert process.stop() == 0
     assert "incompatible" not in process.output
 

@@ -19,7 +19,6 @@ import msgspec
 import pytest
 
 from prfaas.config.deployment import Deployment
-from prfaas.contracts.readiness import GatewayReady
 from prfaas.gateway.backend import GatewayBackend
 from prfaas.gateway.request import GatewayRequest, RequestTrace
 from prfaas.http_client.client import Exchange, HttpClient
@@ -35,10 +34,10 @@ from tests.gateway.backends import (
     prompt,
     serving,
     until,
-    written,
 )
 from tests.gateway.conftest import Hosts, through
 from tests.gateway.fleets import with_timeouts
+from tests.gateway.processes import gateway_process
 from tests.node.hosts import Process, call
 from tests.waiting import wait_until
 
@@ -182,34 +181,25 @@ async def enter(backend: GatewayBackend, asked: GatewayRequest, trace: RequestTr
 def test_a_gateway_process_leaves_no_grant_behind(
     emulated: Hosts, relays: list[Relay], tmp_path: Path, moment: str
 ) -> None:
-    raw = {
-        **msgspec.to_builtins(made_of(emulated, relays)),
-        "gateway": {"port": 0, "timeouts": PATIENT},
-    }
-    file = written(raw, tmp_path / "deployment.toml")
-    gateway = Process("gateway", str(file), "--advise", "--set", "gateway.timeouts.drain_s=0.1")
-    url = gateway.ready(GatewayReady).http
+    options = ("--advise", "--set", "gateway.timeouts.drain_s=0.1")
+    made = made_of(emulated, relays)
+    with (
+        ThreadPoolExecutor(AT_ONCE) as clients,
+        gateway_process(tmp_path, made, *options, timeouts=PATIENT) as gateway,
+    ):
 
-    def ready() -> bool:
-        clusters = call("GET", f"{url}/prfaas/v1/state")[1]["clusters"]
-        return all(found.get("in_use") for one in clusters for found in one["nodes"])
+        def complete(seed: int) -> None:
+            body = {"model": MODEL, "prompt": prompt(LONG, seed), "max_tokens": 4}
+            body["cache_salt"] = f"process, {moment}"
+            with suppress(OSError, HTTPException):  # the gateway hangs up
+                call("POST", f"{gateway.url}/v1/completions", body)
 
-    def complete(seed: int) -> None:
-        body = {"model": MODEL, "prompt": prompt(LONG, seed), "max_tokens": 4}
-        with suppress(OSError, HTTPException):  # the gateway hangs up
-            call("POST", f"{url}/v1/completions", {**body, "cache_salt": f"process, {moment}"})
-
-    with ThreadPoolExecutor(AT_ONCE) as clients:
-        try:
-            wait_until(ready)
-            with held_up(moment, emulated, relays) as there:
-                for seed in range(AT_ONCE):
-                    clients.submit(complete, seed)
-                wait_until(there)
-                assert gateway.stop() == 0, gateway.output
-                wait_until(lambda: reserved(emulated) == 0)
-        finally:
-            if gateway.popen.poll() is None:
-                gateway.kill()
+        gateway.wait_until_all_in_use()
+        with held_up(moment, emulated, relays) as there:
+            for seed in range(AT_ONCE):
+                clients.submit(complete, seed)
+            wait_until(there)
+            assert gateway.stop() == 0, gateway.output
+            wait_until(lambda: reserved(emulated) == 0)
     assert "Traceback" not in gateway.output and "did not" not in gateway.output
     emulated.wait_until_idle()

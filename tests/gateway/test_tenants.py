@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 import pytest
 
-from prfaas.contracts.readiness import GatewayReady
-from tests.gateway.backends import MODEL, prompt, written
+from tests.gateway.backends import MODEL, prompt
 from tests.gateway.conftest import Hosts
-from tests.node.hosts import Process
+from tests.gateway.processes import gateway_process
 from tests.secret_files import write_secret
 from tests.waiting import HANG_S
 
@@ -84,22 +82,20 @@ async def two_tenants(
 ) -> AsyncIterator[tuple[aiohttp.ClientSession, str]]:
     """A gateway process, whose nodes are all in use, and its URL."""
     write_secret(folder / "operator.key", f"{OPERATOR}\n")
-    raw = msgspec.to_builtins(hosts.deployment())
-    raw["gateway"] = {
-        "port": 0,
-        "operator_key_file": "operator.key",
-        "keys": [{"key": "key-a", "tenant": "a"}, {"key": "key-b", "tenant": "b"}],
-        "tenants": {"b": {"weight": 2.0}},
-        "timeouts": {"queue_s": HANG_S},
-    }
-    gateway = Process("gateway", str(written(raw, folder / "deployment.toml")), "--advise")
-    try:
-        url = gateway.ready(GatewayReady).http
+    with gateway_process(
+        folder,
+        hosts.deployment(),
+        "--advise",
+        key=OPERATOR,
+        operator_key_file="operator.key",
+        keys=[{"key": "key-a", "tenant": "a"}, {"key": "key-b", "tenant": "b"}],
+        tenants={"b": {"weight": 2.0}},
+        timeouts={"queue_s": HANG_S},
+    ) as gateway:
+        gateway.wait_until_all_in_use()
         connections = aiohttp.TCPConnector(limit=0)
         async with asyncio.timeout(HANG_S), aiohttp.ClientSession(connector=connections) as http:
-            await until_in_use(http, url)
-            yield http, url
-    finally:
+            yield http, gateway.url
         gateway.stop()
 
 
@@ -126,13 +122,6 @@ async def flood_and_others(http: aiohttp.ClientSession, url: str) -> list[str]:
         for seed in range(OTHERS):
             tasks.create_task(ask("b", FLOOD + seed))
     return served
-
-
-async def until_in_use(http: aiohttp.ClientSession, url: str) -> None:
-    while True:
-        nodes = [n for c in (await state(http, url))["clusters"] for n in c["nodes"]]
-        if all(node.get("in_use") for node in nodes):
-            return
 
 
 async def metrics(http: aiohttp.ClientSession, url: str) -> str:

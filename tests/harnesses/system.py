@@ -14,10 +14,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from prfaas.contracts.readiness import GatewayReady
 from prfaas.engine.checkpoint.make import make_checkpoint
-from tests.gateway.backends import written
-from tests.node.hosts import Host, Process, call
+from tests.gateway.processes import GatewayProcess, gateway_process
+from tests.node.hosts import Host, running_hosts
 from tests.waiting import wait_until
 
 MODEL = "tiny-kimi"
@@ -48,8 +47,8 @@ class Target(NamedTuple):
 
 
 class System:
-    def __init__(self, gateway: Process, single_node: str, checkpoint: Path) -> None:
-        self.gateway = Target(gateway.ready(GatewayReady).http, MODEL, checkpoint)
+    def __init__(self, gateway: GatewayProcess, single_node: str, checkpoint: Path) -> None:
+        self.gateway = Target(gateway.url, MODEL, checkpoint)
         self.single_node = Target(single_node, MODEL, checkpoint)
         self._process = gateway
         self._read_lines = 0
@@ -83,21 +82,19 @@ def running_system(folder: Path) -> Iterator[System]:
     make_checkpoint(checkpoint, "kimi-linear")
     options = ("--model", str(checkpoint), "--device", "cpu")
     with ExitStack() as stack:
-        hosts = {}
-        for name in (name for names in CLUSTERS.values() for name in names):
-            hosts[name] = Host(folder / name, options, ("--node", name))
-            stack.callback(hosts[name].close)
-        for host in hosts.values():
-            host.wait_until_ready()
-        gateway = Process("gateway", str(_deployment_file(folder, checkpoint, hosts)))
-        stack.callback(gateway.stop)
-        idle = _name_of_local_prefill_node(gateway.ready(GatewayReady).http)
+        names = [name for names in CLUSTERS.values() for name in names]
+        started = stack.enter_context(running_hosts(folder, dict.fromkeys(names, options)))
+        hosts = dict(zip(names, started, strict=True))
+        made = _deployment(folder, checkpoint, hosts)
+        gateway = stack.enter_context(gateway_process(folder, made, tokenizer=str(checkpoint)))
+        gateway.wait_until_all_in_use()
+        (idle,) = [node["node"] for node in gateway.in_use("pd") if node["role"] == "prefill"]
         yield System(gateway, hosts[idle].url, checkpoint)
 
 
-def _deployment_file(folder: Path, checkpoint: Path, hosts: dict[str, Host]) -> Path:
+def _deployment(folder: Path, checkpoint: Path, hosts: dict[str, Host]) -> dict[str, Any]:
     (folder / "catalog.toml").write_text(PROFILE)
-    raw: dict[str, Any] = {
+    return {
         "catalog": ["catalog.toml"],
         "model": {
             **{"name": MODEL, "config": str(checkpoint / "config.json")},
@@ -119,22 +116,4 @@ def _deployment_file(folder: Path, checkpoint: Path, hosts: dict[str, Host]) -> 
         ],
         "links": [{"from": "far", "to": "pd", "gbps": 10, "rtt_ms": 1}],
         "scheduler": {"policy": "remote"},
-        "gateway": {"port": 0, "tokenizer": str(checkpoint)},
     }
-    return written(raw, folder / "deployment.toml")
-
-
-def _name_of_local_prefill_node(gateway_url: str) -> str:
-    """Waits until the gateway uses all nodes."""
-    nodes: list[dict[str, Any]] = []
-
-    def ready() -> bool:
-        status, state = call("GET", f"{gateway_url}/prfaas/v1/state")
-        assert status == 200, state
-        nodes[:] = [node for cluster in state["clusters"] for node in cluster["nodes"]]
-        return all(node.get("in_use") for node in nodes)
-
-    wait_until(ready)
-    (found,) = [n["node"] for n in nodes if n["node"] in CLUSTERS["pd"] and n["role"] == "prefill"]
-    name: str = found
-    return name

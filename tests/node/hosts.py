@@ -12,7 +12,8 @@ import sys
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -234,6 +235,23 @@ class Host:
         self.stats()
 
 
+@contextmanager
+def running_hosts(
+    folder: Path, node_options: Mapping[str, Sequence[str]], *kvd_options: str
+) -> Iterator[list[Host]]:
+    """A host of each name, with these options of its node. They start together; all are ready."""
+    hosts: list[Host] = []
+    try:
+        for name, options in node_options.items():
+            hosts.append(Host(folder / name, options, ("--node", name, *kvd_options)))
+        for host in hosts:
+            host.wait_until_ready()
+        yield hosts
+    finally:
+        for host in hosts:
+            host.close()
+
+
 @dataclass(frozen=True, slots=True)
 class Granted:
     transfer_id: str
@@ -341,9 +359,11 @@ def cached_of(answer: dict[str, Any]) -> int:
     return cached
 
 
-def call(method: str, url: str, body: Any = None) -> tuple[int, Any]:
+def call(method: str, url: str, body: Any = None, key: str = "") -> tuple[int, Any]:
+    """`key`: without one the request has none."""
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, method=method)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    request = urllib.request.Request(url, data, headers, method=method)
     try:
         with urllib.request.urlopen(request, timeout=2 * PATIENCE_S) as answer:
             return answer.status, json.load(answer)

@@ -15,7 +15,7 @@ import pytest
 from prfaas.engine.api import KeepAnswer, Sampling
 from prfaas.node.job_builder import JobBuilder, TokenizedRequest
 from tests.node.conftest import EMULATED
-from tests.node.hosts import START_S, Gateway, Host, cached_of, text_of, tokens_of
+from tests.node.hosts import START_S, Gateway, Host, cached_of, running_hosts, text_of, tokens_of
 from tests.node.local_api import AbsentKvd
 from tests.waiting import wait_until
 
@@ -100,9 +100,7 @@ def test_what_a_client_has_left_is_kept_up_to_where_it_came(emulated: Gateway) -
 
 @pytest.mark.slow
 def test_without_a_kvd_no_answer_is_kept_and_none_is_lost(tmp_path: Path) -> None:
-    host = Host(tmp_path / "host", EMULATED)
-    try:
-        host.wait_until_ready()
+    with running_hosts(tmp_path, {"host": EMULATED}) as (host,):
         host.kvd.kill()
         answer = host.complete(prompt(100), max_tokens=100, ignore_eos=True)
         assert len(tokens_of(answer)) == 100
@@ -113,8 +111,6 @@ def test_without_a_kvd_no_answer_is_kept_and_none_is_lost(tmp_path: Path) -> Non
         ids += tokens_of(answer)
         assert cached_of(host.complete(ids, max_tokens=1)) == len(ids[:-1]) // BLOCK * BLOCK
         host.wait_until_idle()
-    finally:
-        host.close()
 
 
 def test_a_node_may_keep_none() -> None:

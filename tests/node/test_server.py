@@ -184,16 +184,10 @@ async def test_a_chat_is_rendered_as_it_is_tokenised() -> None:
             assert rendered["token_ids"] == (await answer.json())["tokens"]
 
 
-async def test_bad_bodies_paths_and_models() -> None:
+async def test_another_model_is_not_found() -> None:
     async with node_server() as node:
-        async with node.http.post("/v1/completions", data=b"\xff\xfe") as answer:
-            assert answer.status == 400
-        async with node.http.post("/tokenize", data=b"[]") as answer:
-            assert answer.status == 400
-        status, answer_ = await node.complete(prompt=PROMPT, model="another")
-        assert status == 404 and "made-up" in answer_["error"]["message"]
-        async with node.http.get("/nowhere") as answer:
-            assert answer.status == 404
+        status, answer = await node.complete(prompt=PROMPT, model="another")
+        assert status == 404 and "made-up" in answer["error"]["message"]
 
 
 async def test_without_a_tokenizer_there_are_ids_only() -> None:

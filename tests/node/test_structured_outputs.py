@@ -18,7 +18,7 @@ from prfaas.engine.checkpoint.tokenizer import EOS, token_id
 from prfaas.engine.guided import compiler
 from prfaas.engine.guided.host_process import MODULE
 from tests.engine.emulated.builders import emulated
-from tests.engine.guided.test_compiler import ENDLESS
+from tests.engine.guided.test_compiler import ENDLESS, with_limits
 from tests.node.local_api import BYTES, LocalApi, local_api, pieces
 from tests.node.test_sampling_fields import node_server
 from tests.waiting import HANG_S, wait_until
@@ -222,6 +222,7 @@ async def test_an_endless_grammar_is_refused_and_delays_no_other_request(
 ) -> None:
     """Nothing of it remains: no thread, no process."""
     monkeypatch.setattr(compiler, "COMPILE_S", HANG_S)
+    with_limits(monkeypatch, COMPILE_CPU_S=0.5)
 
     def threads() -> set[str]:
         # Threads of pools start when they are first needed, and stay with nothing to do.

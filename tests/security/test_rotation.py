@@ -16,15 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
-from prfaas.contracts.readiness import GatewayReady, KvdReady, NodeReady
 from prfaas.security.tls import client_context
 from prfaas_lab.testing.certificates import CertificateSet, make_certificates
-from tests.gateway.backends import MODEL, THRESHOLD, deployment, prompt, written
-from tests.gateway.conftest import QUICK
-from tests.node.hosts import Process
+from tests.gateway.backends import MODEL, THRESHOLD, deployment, node, prompt
+from tests.gateway.conftest import QUICK, on_accelerators
+from tests.gateway.processes import gateway_process
+from tests.node.hosts import Process, running_hosts
 from tests.secret_files import write_secret
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -170,29 +169,13 @@ def deployed(tmp_path: Path) -> Iterator[Deployed]:
     cas = (make_certificates(tmp_path / "old"), make_certificates(tmp_path / "new"))
     files = Secrets(tmp_path, cas)
     with ExitStack() as stack:
-        processes: list[Process] = []
-
-        def start(*arguments: str) -> Process:
-            process = Process(*arguments)
-            stack.callback(process.kill)
-            processes.append(process)
-            return process
-
-        kvds, nodes = [], []
-        for name, accelerator in (("home0", "h20"), ("home1", "h20"), ("far0", "h200")):
-            path = str(tmp_path / f"{name}.sock")
-            kvd = start("kvd", "--socket", path, "--node", name, *files.flags("kvd"))
-            kvds.append(kvd.ready(KvdReady).http)
-            options = ("--kvd", path, "--kvd-url", kvds[-1], "--accelerator", accelerator)
-            nodes.append(start("node", *QUICK, *options, *files.flags("node")))
-        listed = [
-            {"url": node.ready(NodeReady).http, "kvd_url": kvd}
-            for node, kvd in zip(nodes, kvds, strict=True)
-        ]
-        raw = msgspec.to_builtins(deployment(listed[:2], listed[2:]))
-        raw["gateway"] = files.gateway()
-        gateway = start("gateway", str(written(raw, tmp_path / "deployment.toml")))
-        yield Deployed(files, processes, gateway.ready(GatewayReady).http, kvds)
+        options = on_accelerators((*QUICK, *files.flags("node")), home=2)
+        hosts = stack.enter_context(running_hosts(tmp_path, options, *files.flags("kvd")))
+        made = deployment([node(host) for host in hosts[:2]], [node(hosts[2])])
+        gateway = stack.enter_context(gateway_process(tmp_path, made, **files.gateway()))
+        processes = [process for host in hosts for process in (host.kvd, host.node)]
+        kvds = [host.kvd_url for host in hosts]
+        yield Deployed(files, [*processes, gateway], gateway.url, kvds)
 
 
 def test_everything_is_replaced_under_load_and_no_request_fails(deployed: Deployed) -> None:

@@ -16,11 +16,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from prfaas.contracts.readiness import GatewayReady
 from prfaas.engine.checkpoint.tokenizer import save_tokenizer
-from tests.gateway.backends import deployment, node, written
-from tests.node.hosts import Host, Process, call
-from tests.waiting import wait_until
+from tests.gateway.backends import deployment, node
+from tests.gateway.conftest import on_accelerators
+from tests.gateway.processes import gateway_process
+from tests.node.hosts import running_hosts
 
 SERVICES = ("gateway", "node", "kvd")
 MAX_TOKENS = 8192
@@ -50,24 +50,17 @@ def running_services(folder: Path) -> Iterator[dict[str, str]]:
         *("--set", "node.emulated.byte_scale=1e-4", "--set", "node.emulated.time_scale=1e-3"),
         *("--set", f"node.tokenizer={folder}"),
     )
-
-    def host(name: str, accelerator: str) -> Host:
-        kvd_options = ("--node", name, "--memory", "64MiB")
-        return Host(folder / name, (*options, "--accelerator", accelerator), kvd_options)
-
     with ExitStack() as stack:
-        home, far = [host("home0", "h20"), host("home1", "h20")], [host("far0", "h200")]
-        for one in (*home, *far):
-            stack.callback(one.close)
-        nodes = deployment([node(h) for h in home], [node(h) for h in far])
-        raw = msgspec.to_builtins(nodes)
+        hosts = stack.enter_context(
+            running_hosts(folder, on_accelerators(options, home=2), "--memory", "64MiB")
+        )
+        raw = msgspec.to_builtins(deployment([node(h) for h in hosts[:2]], [node(hosts[2])]))
         raw["model"]["max_tokens"] = MAX_TOKENS
-        raw["gateway"] = {"port": 0, "tokenizer": str(folder)}
-        gateway = Process("gateway", str(written(raw, folder / "deployment.toml")), "--advise")
-        stack.callback(gateway.kill)
-        url = gateway.ready(GatewayReady).http
-        wait_until(lambda: call("GET", f"{url}/ready")[0] == 200)
-        yield {"gateway": url, "node": home[0].url, "kvd": home[0].kvd_url}
+        gateway = stack.enter_context(
+            gateway_process(folder, raw, "--advise", tokenizer=str(folder))
+        )
+        gateway.wait_until_all_in_use()
+        yield {"gateway": gateway.url, "node": hosts[0].url, "kvd": hosts[0].kvd_url}
 
 
 def schemathesis(url: str, examples: int, *more: str) -> subprocess.CompletedProcess[str]:

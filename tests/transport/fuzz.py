@@ -38,6 +38,7 @@ from prfaas.transport.wire import (
     parse_sequences,
     parse_table,
 )
+from prfaas_lab.testing.hostile import mutate_bytes
 
 BODIES: dict[Kind, type[object]] = {
     Kind.HELLO: Hello,
@@ -72,24 +73,6 @@ def seeds() -> list[bytes]:
     ]
 
 
-def mutate(frame: bytes, rng: random.Random) -> bytes:
-    mutant = bytearray(frame)
-    for _ in range(rng.randint(1, 4)):
-        choice = rng.random()
-        at = rng.randrange(len(mutant)) if mutant else 0
-        if choice < 0.5 and mutant:  # mostly in the header, where the lengths are
-            mutant[at % HEADER_BYTES if rng.random() < 0.7 else at] = rng.randrange(256)
-        elif choice < 0.65:
-            mutant[at:at] = rng.randbytes(rng.randint(1, 30))
-        elif choice < 0.8:
-            del mutant[at : at + rng.randint(1, 30)]
-        elif choice < 0.9:
-            mutant[at : at + 4] = rng.choice([b"\xff" * 4, bytes(4), b"\xff\xff\xff\x7f"])
-        else:
-            mutant = bytearray(rng.randbytes(rng.randint(0, 200)))
-    return bytes(mutant)
-
-
 def read(frame: bytes) -> None:
     """Everything that either end does with bytes of the other, sockets aside."""
     Decoder(MAX_MANIFEST_BYTES).feed(frame)
@@ -115,7 +98,7 @@ def fuzz_wire(frames: int, random_source: random.Random) -> Outcome:
     try:
         for _ in range(frames):
             try:
-                read(mutate(random_source.choice(originals), random_source))
+                read(mutate_bytes(random_source.choice(originals), random_source, HEADER_BYTES))
             except WireError:
                 refused += 1
         peak = tracemalloc.get_traced_memory()[1]

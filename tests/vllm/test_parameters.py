@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from prfaas.contracts.readiness import GatewayReady
-from tests.gateway.backends import MODEL, deployment, written
-from tests.node.hosts import Host, Process
+from tests.gateway.backends import MODEL, deployment
+from tests.gateway.processes import GatewayProcess, gateway_process
+from tests.node.hosts import running_hosts
 from tests.vllm.cases import ALIGNED, PROMPTS, Case, case_id
 from tests.vllm.parameters import CHATS, COMPLETIONS, MAX_TOKENS, OF_THE_PROMPT, Plain
 from tests.waiting import HANG_S, wait_until
@@ -41,7 +41,7 @@ ROUTES = ("remote", "local")
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
-    process: Process
+    process: GatewayProcess
     url: str
 
     def post(self, path: str, body: dict[str, Any], name: str) -> tuple[int, Any]:
@@ -96,9 +96,8 @@ def gateways(
     pair = case.pair
     with ExitStack() as stack:
         options = ("--model", str(case.model.directory))
-        hosts = [Host(folder / name, options) for name in ("prefill", "decode")]
-        for host in hosts:
-            stack.callback(host.close)
+        names = ("prefill", "decode")
+        hosts = stack.enter_context(running_hosts(folder, dict.fromkeys(names, options)))
         places = {
             "vllm": [
                 {"url": pair.prefill.url, "kvd_url": pair.source.url},
@@ -113,16 +112,16 @@ def gateways(
                 near = [decode] if route == "remote" else [prefill, decode]
                 far = [prefill] if route == "remote" else []
                 made[engine, route] = _started(
-                    stack, folder / f"{engine}-{route}.toml", case.model.directory, near, far, route
+                    stack, folder / f"{engine}-{route}", case.model.directory, near, far, route
                 )
         for gateway in made.values():
-            wait_until(lambda g=gateway: _is_in_use(g))  # type: ignore[misc]
+            gateway.process.wait_until_all_in_use()
         yield made
 
 
 def _started(
     stack: ExitStack,
-    path: Path,
+    folder: Path,
     tokenizer: Path,
     near: list[dict[str, str]],
     far: list[dict[str, str]],
@@ -133,16 +132,11 @@ def _started(
     if not far:
         raw["clusters"], raw["links"] = raw["clusters"][:1], []
     raw["model"]["max_tokens"] = 4096
-    raw["gateway"] = {"port": 0, "tokenizer": str(tokenizer)}
-    process = Process("gateway", str(written(raw, path)), "--advise")
-    stack.callback(process.stop)
-    return Gateway(process, process.ready(GatewayReady).http)
-
-
-def _is_in_use(gateway: Gateway) -> bool:
-    with urllib.request.urlopen(f"{gateway.url}/prfaas/v1/state", timeout=HANG_S) as answer:
-        clusters = json.load(answer)["clusters"]
-    return all(node.get("in_use") for cluster in clusters for node in cluster["nodes"])
+    folder.mkdir()
+    process = stack.enter_context(
+        gateway_process(folder, raw, "--advise", tokenizer=str(tokenizer))
+    )
+    return Gateway(process, process.url)
 
 
 @pytest.fixture(scope="module")

@@ -5,20 +5,18 @@ from __future__ import annotations
 import json
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from prfaas.config.write import deployment_toml
-from prfaas.contracts.readiness import GatewayReady
 from prfaas.engine.checkpoint.make import make_checkpoint
 from prfaas.tracing import spans as names
 from prfaas.tracing.context import TraceContext, new_trace
 from prfaas_lab.testing.vllm_server import await_health
 from tests.gateway.backends import deployment
-from tests.node.hosts import Process
+from tests.gateway.processes import gateway_process
 from tests.tracing.otlp_receiver import OtlpReceiver, ReceivedSpan, receiver_thread
 from tests.vllm import kvds
 from tests.vllm.cases import PROMPTS, UNCACHED
@@ -50,15 +48,6 @@ class Traced:
     receiver: OtlpReceiver
 
 
-@contextmanager
-def gateway(file: Path, *options: str) -> Iterator[str]:
-    process = Process("gateway", str(file), "--port", "0", *options)
-    try:
-        yield process.ready(GatewayReady).http
-    finally:
-        process.stop()
-
-
 @pytest.fixture
 def traced(tmp_path: Path) -> Iterator[Traced]:
     """A prefill server far away, and a decode server at home."""
@@ -85,10 +74,9 @@ def traced(tmp_path: Path) -> Iterator[Traced]:
             nodes.append({"url": server.url, "kvd_url": kvd.url})
         await_health(*servers)
         far, home = nodes
-        file = tmp_path / "deployment.toml"
         made = deployment([home], [far], prefill=0, policy="remote")
-        file.write_text(deployment_toml(made), encoding="utf-8")
-        yield Traced(stack.enter_context(gateway(file, *options)), receiver)
+        gateway = stack.enter_context(gateway_process(tmp_path, made, *options))
+        yield Traced(gateway.url, receiver)
 
 
 def ask(url: str, prompt: list[int], caller: TraceContext) -> int:

@@ -23,7 +23,7 @@ from prfaas.kvspec import FullAttention
 from prfaas.types import Grant
 from prfaas_lab.testing.vllm_modelless import ModellessEngine, Recorded
 from prfaas_lab.testing.vllm_server import Generated, VllmResponse, VllmServer
-from tests.node.hosts import Host
+from tests.node.hosts import Host, running_hosts
 from tests.vllm import kvds
 from tests.vllm.cases import LENGTHS, MAX_TOKENS, PROMPTS, TURNS, WITH_CACHE, Case, Model, case_id
 from tests.vllm.faults import Damage, relayed
@@ -91,13 +91,10 @@ class Unlike:
 
 @pytest.fixture(scope="module")
 def unlike(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Unlike]:
-    node = Host(tmp_path_factory.mktemp("unlike"), ("--model", str(case.model.directory)))
-    try:
-        node.wait_until_ready()
+    options = {"node": ("--model", str(case.model.directory))}
+    with running_hosts(tmp_path_factory.mktemp("unlike"), options) as (node,):
         pair = case.pair
         yield Unlike(case.model, node, pair.prefill, pair.source, secrets.token_hex(8))
-    finally:
-        node.close()
 
 
 def handoffs(tokens: int) -> list[int]:

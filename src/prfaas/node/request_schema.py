@@ -415,7 +415,5 @@ def _decoded(decoder: msgspec.json.Decoder[T], data: bytes, at: str = "") -> T:
         raise InputError(problem, where=where or None) from None
     except msgspec.DecodeError as error:
         raise InputError(f"the body is not JSON: {error}", where=at or None) from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"the body is not UTF-8: {error.reason}", where=at or None) from None
     except RecursionError:
         raise InputError("the body is nested too deeply", where=at or None) from None

@@ -74,5 +74,5 @@ def encode(message: msgspec.Struct) -> bytes:
 def decode(body: bytes, kind: type[T]) -> T:
     try:
         return msgspec.msgpack.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"not a {kind.__name__}: {error}") from None

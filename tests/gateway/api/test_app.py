@@ -300,14 +300,6 @@ async def test_every_path_but_those_of_probes_requires_a_key() -> None:
         assert f"prfaas_gateway_unauthorized_requests_total {refused}.0" in page
 
 
-async def test_unknown_paths_and_methods_get_openais_error_body() -> None:
-    async with api_server() as server:
-        status, body = await server.get("/nowhere")
-        assert (status, json.loads(body)["error"]["code"]) == (404, "not_found")
-        status, body = await server.get("/v1/completions")
-        assert (status, json.loads(body)["error"]["code"]) == (405, "method_not_allowed")
-
-
 async def test_state_plan_explain_and_register() -> None:
     async with api_server(member=SharedKey(["member"])) as server:
         assert json.loads((await server.get("/prfaas/v1/state"))[1]) == {"nodes": 1}

@@ -31,7 +31,6 @@ from prfaas.gateway.body_workers.messages import WorkerSettings
 from prfaas.gateway.body_workers.pool import BodyWorkers, memory_bound
 from prfaas.gateway.client.request_body import encode_body
 from prfaas.gateway.tenants import Tenants
-from prfaas.gateway.turns import QUEUED_PER_TENANT
 from prfaas.text import load_tokenizer
 from prfaas_lab.testing.clock import FakeClock
 from tests.gateway.api.api_server import api_server, joined
@@ -158,8 +157,10 @@ async def started() -> None:
 
 
 def has_ended(pid: int) -> bool:
+    """With all its threads: its connection is open until the last one has ended."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state == "Z" and len(os.listdir(f"/proc/{pid}/task")) == 1
     except OSError:
         return True
 
@@ -330,51 +331,6 @@ async def test_a_body_that_takes_too_long_counts_as_all_that_it_may_have_been() 
             body = gzip.compress(bytes(2 * BODY_BYTES))
             await prepare(workers, body, encoding="gzip", count_read=counted.append)
         assert len(counted) == 1 and counted[0] >= BODY_BYTES
-
-
-async def test_waiting_bodies_are_bounded_per_tenant() -> None:
-    async with pool(settings(), workers=1) as workers:
-        proceed = await stopped(workers)
-        tasks = [
-            asyncio.create_task(prepare(workers, {"prompt": [1]}, tenant="many"))
-            for _ in range(QUEUED_PER_TENANT + 1)
-        ]
-        await started()
-        assert workers.waiting == QUEUED_PER_TENANT
-        with pytest.raises(RequestError) as refused:
-            await prepare(workers, {"prompt": [1]}, tenant="many")
-        assert refused.value.status == 503 and refused.value.retry_after_s
-        other = asyncio.create_task(prepare(workers, {"prompt": [1]}, tenant="other"))
-        for task in tasks[1:]:
-            task.cancel()  # these clients leave
-        proceed()
-        assert len((await other).prompts[0]) == 1
-        await tasks[0]
-        assert workers.waiting == 0
-
-
-async def test_a_body_does_not_wait_for_ever() -> None:
-    async with pool(settings(), workers=1, wait_s=0.1) as workers:
-        proceed = await stopped(workers)
-        first = asyncio.create_task(prepare(workers, {"prompt": [1]}))
-        await started()
-        with pytest.raises(RequestError) as refused:
-            await prepare(workers, {"prompt": [1]})
-        assert refused.value.status == 503 and workers.waiting == 0
-        proceed()
-        await first
-
-
-async def test_a_client_that_leaves_does_not_cost_the_worker() -> None:
-    async with pool(settings(), workers=1) as workers:
-        proceed = await stopped(workers)
-        before = running(workers)
-        leaving = asyncio.create_task(prepare(workers, {"prompt": [1]}))
-        await started()
-        leaving.cancel()
-        proceed()
-        assert len((await prepare(workers, {"prompt": [1, 2]})).prompts[0]) == 2
-        assert running(workers) == before
 
 
 PROGRAM = """

@@ -96,16 +96,6 @@ async def test_a_tenant_that_is_alone_is_not_named_to_nodes() -> None:
             assert (TENANT_HEADER in request.headers) == named
 
 
-async def test_choices_that_a_tenant_can_never_have_are_refused_by_their_field() -> None:
-    limits: dict[str, Any] = {"tenants": {"a": {"max_in_flight": 2}}}
-    async with api_server(keys=KEYS, **limits) as server:
-        status, answer = await server.post("/v1/completions", {**GOOD, "n": 64}, **A)
-        assert (status, answer["error"]["param"]) == (400, "n")
-        assert "gateway.tenants.a.max_in_flight" in answer["error"]["message"]
-        assert (await server.post("/v1/completions", {**GOOD, "n": 2}, **A))[0] == 200
-        assert not server.backend.requests[1:], "the refused one did not reach a node"
-
-
 async def test_bodies_that_a_tenant_does_not_complete_leave_room_for_anothers() -> None:
     limits: dict[str, Any] = {
         "max_body_mb": 0.5,
@@ -156,15 +146,6 @@ async def test_a_body_over_the_limit_is_refused_while_it_arrives() -> None:
         status, answer = await server.post("/v1/completions", {**GOOD, "user": "x" * 600_000}, **A)
         assert (status, answer["error"]["code"]) == (413, "body_too_large")
         writer.close()
-
-
-async def test_with_one_tenant_the_limit_is_the_deployments() -> None:
-    async with api_server(keys=KEYS[:1], max_in_flight=3, scales=SLOW) as server:
-        async with streaming(server, A, 3) as accepted:
-            assert accepted == 3
-            error = await refusal(server, A)
-            assert error["code"] == "overloaded"
-            assert "gateway.max_in_flight = 3" in error["message"]
 
 
 async def sequences_at_node(server: ApiServer) -> float:

@@ -200,6 +200,31 @@ vllm:num_requests_waiting{engine="0",model_name="m"} 4.0
             await client.card()
 
 
+@pytest.mark.parametrize("value", ["NaN", "inf", "-inf", "-1", "1e300", "many", "1" * 5000])
+async def test_a_load_that_is_not_a_count_is_refused(value: str) -> None:
+    async with node(b"vllm:num_requests_running %s\n" % value.encode(), path="/metrics") as client:
+        with pytest.raises(MalformedResponse, match="num_requests_running"):
+            await client.load()
+
+
+@pytest.mark.parametrize(
+    "card",
+    [
+        b'"id": "m", "max_model_len": "4096"',
+        b'"id": "m", "max_model_len": -1',
+        b'"id": "m", "max_model_len": 1' + b"0" * 4000,
+        b'"id": "m", "max_model_len": 1.5',
+        b'"id": "%s"' % (b"m" * 10_000),
+        b'"id": ["m"]',
+    ],
+    ids=["text", "negative", "huge", "fraction", "long-name", "not-a-name"],
+)
+async def test_a_card_with_impossible_fields_is_refused(card: bytes) -> None:
+    async with node(b'{"data": [{%s}]}' % card, path="/v1/models") as client:
+        with pytest.raises(MalformedResponse, match="id is not|max_model_len is not"):
+            await client.card()
+
+
 @pytest.mark.parametrize(
     "serves",
     [5, {}, {"completions": ["a"]}, {"completions": [1], "chat": []}]

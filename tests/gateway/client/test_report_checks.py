@@ -1,4 +1,4 @@
-"""Reports of kvds with two pools: what is refused, and by which field."""
+"""Reports of kvds: what is refused, and by which field."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from prfaas.contracts.kvd_api import MAX_GROUPS, EventPage, KvdReport
 from prfaas.errors import MalformedResponse
 from prfaas.gateway.client.report_checks import LONGEST_NAME, check_page, check_report
-from prfaas.types import NodeId
+from prfaas.types import LinkStats, NodeId
 from tests.gateway.reports import report
 
 WHOLE = msgspec.to_builtins(report("n", native="vllm-a"))
@@ -54,11 +54,50 @@ def read(changed: dict[str, Any]) -> KvdReport:
     return check_report(msgspec.json.decode(body, type=KvdReport))
 
 
-@pytest.mark.parametrize("problem", PROBLEMS)
-def test_a_second_pool_that_cannot_be_is_refused(problem: str) -> None:
-    changed, field = PROBLEMS[problem]
-    with pytest.raises(MalformedResponse, match=f"malformed report: {field}: "):
+def link(**changed: Any) -> dict[str, Any]:
+    return {"links": [{**msgspec.to_builtins(LinkStats("a:7400", 1.0, 1, 1e6, 0, 0)), **changed}]}
+
+
+def first(**changed: Any) -> dict[str, Any]:
+    return {"pool": {**FIRST, **changed}}
+
+
+def engine(url: str) -> dict[str, Any]:
+    return {"engines": [{"engine_id": "e", "url": url, "processes": 1}]}
+
+
+IMPOSSIBLE: dict[str, tuple[dict[str, Any], str]] = {
+    "a name with spaces": ({"node": "b a d"}, "node"),
+    "no name": ({"node": ""}, "node"),
+    "a long name": ({"node": "x" * 10_000}, "node"),
+    "a name of two lines": ({"node": "x\ny"}, "node"),
+    "a rate of 1e300": (link(goodput_bps=1e300), "links.0.goodput_bps"),
+    "a rate below zero": (link(delivery_bps=-1.0), "links.0.delivery_bps"),
+    "a backlog below zero": (link(backlog_bytes=-5), "links.0.backlog_bytes"),
+    "many links": ({"links": link()["links"] * 5000}, "links"),
+    "late for a year": ({"late_s": 3e7}, "late_s"),
+    "an epoch below zero": ({"role": {"role": "both", "epoch": -1}}, "role.epoch"),
+    "an engine's URL with a path": (engine("http://h:1/x?y=#"), "engines.0.url"),
+    "an engine's URL that is not one": (engine("file:///etc/passwd"), "engines.0.url"),
+    "blocks of no tokens": (first(block_tokens=0), "pool.block_tokens"),
+    "no groups": (first(groups=[]), "pool.groups"),
+    "groups of one name": (first(groups=[FIRST["groups"][0]] * 2), "pool.groups"),
+    "a window of no tokens": (first(groups=[["window", "w", [0], 64, 0]]), "pool.groups"),
+    "pages below zero": (first(page_bytes=-4096), "pool.page_bytes"),
+    "pages beyond 64 bits": (
+        first(page_bytes=2**50, occupancy={**FIRST["occupancy"], "used_pages": 2**50}),
+        "pool.page_bytes",
+    ),
+    "many event names": ({"next_seq": {f"n{n}": 0 for n in range(50_000)}}, "next_seq"),
+}
+
+
+@pytest.mark.parametrize("problem", [*IMPOSSIBLE, *PROBLEMS])
+def test_a_report_that_cannot_be_is_refused_by_its_field(problem: str) -> None:
+    changed, field = (IMPOSSIBLE | PROBLEMS)[problem]
+    with pytest.raises(MalformedResponse, match=f"malformed report: {field}: ") as refused:
         read(changed)
+    assert len(str(refused.value)) < 800
 
 
 def test_the_number_of_pools_is_bounded() -> None:

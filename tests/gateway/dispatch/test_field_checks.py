@@ -24,7 +24,15 @@ from prfaas.gateway.router import Router
 from prfaas.http_client.client import open_client
 from prfaas.types import NodeId
 from prfaas_lab.testing.clock import FakeClock
-from tests.gateway.backends import THRESHOLD, answered, gateway_request, prompt, serving
+from tests.gateway.backends import (
+    THRESHOLD,
+    answered,
+    gateway_request,
+    is_clean,
+    prompt,
+    serving,
+    until,
+)
 from tests.gateway.conftest import Hosts
 from tests.gateway.fleets import B, fleet_and_router, member_of, placement, with_timeouts
 from tests.gateway.peers import Peer, peer
@@ -39,22 +47,22 @@ def asking(seed: int, /, **more: Any) -> GatewayRequest:
     return replace(request, fields={**request.fields, **more})
 
 
-@pytest.mark.parametrize(
-    ("seed", "field", "value"),
-    [(901, "logit_bias", {"7": 5}), (902, "stop_token_ids", "7"), (903, "ignore_eos", [])],
-)
-async def test_a_field_that_the_engine_refuses_costs_no_prefill(
-    emulated: Hosts, seed: int, field: str, value: object
-) -> None:
+async def test_fields_that_the_engine_refuses_cost_no_prefill(emulated: Hosts) -> None:
+    refused_fields = {"logit_bias": {"7": 5}, "stop_token_ids": "7", "presence_penalty": 1.0}
     async with serving(emulated.deployment()) as backend:
-        trace = RequestTrace(0.0)
-        with pytest.raises(RequestError, match=field) as refused:
-            async with backend.answer(asking(seed, **{field: value}), trace):
-                pass
-        assert refused.value.status == 400 and trace.attempts == 1
-        assert trace.granted_s is None and trace.prefill == "far0"
-        found = await answered(backend, asking(seed))
-        assert found.trace.cached_tokens == 0, "nothing was prefilled for the refused request"
+        for seed, (field, value) in enumerate(refused_fields.items(), 901):
+            trace = RequestTrace(0.0)
+            with pytest.raises(RequestError, match=field) as refused:
+                async with backend.answer(asking(seed, **{field: value}), trace):
+                    pass
+            assert (refused.value.status, refused.value.param) == (400, field)
+            assert trace.attempts == 1
+            assert trace.granted_s is None and trace.prefill == "far0"
+            found = await answered(backend, asking(seed))
+            assert found.trace.cached_tokens == 0, "nothing was prefilled for the refused request"
+        await until(lambda: is_clean(backend))
+        assert backend.state()["retries"]["spent"] == 0
+    await asyncio.to_thread(emulated.wait_until_idle)
 
 
 async def test_while_an_engine_checks_fields_no_other_request_waits_for_the_prefill(

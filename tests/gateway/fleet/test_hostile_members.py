@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ from prfaas.gateway.planning.long_term_loop import LongTermLoop
 from prfaas.gateway.planning.replication import Replication
 from prfaas.gateway.planning.role_changes import RoleChanges
 from prfaas.gateway.router import Router
-from prfaas.types import HashEvent, LinkStats, NodeId
+from prfaas.types import HashEvent, NodeId
 from tests.gateway.backends import FAR, HOME, deployment, in_use, problem, until
 from tests.gateway.fleet.test_polling import (
     CARD,
@@ -115,12 +115,11 @@ async def gateway() -> AsyncIterator[Case]:
             yield Case(backend, pairs[:2], pairs[2])
 
 
-@pytest.mark.parametrize("value", ["NaN", "inf", "-inf", "-1", "1e300", "many", "1" * 5000])
 async def test_a_load_that_is_not_a_count_is_its_members_problem(
-    value: str, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with gateway() as one:
-        await one.hostile.engine.script(METRICS, f"vllm:num_requests_running {value}\n")
+        await one.hostile.engine.script(METRICS, "vllm:num_requests_running NaN\n")
         await until(lambda: not one.state("bad")["in_use"])
         await one.check_alive()
         await one.hostile.engine.script(METRICS, LOAD)
@@ -128,98 +127,42 @@ async def test_a_load_that_is_not_a_count_is_its_members_problem(
     assert caplog.text.count("num_requests_running") == 1
 
 
-@pytest.mark.parametrize(
-    "card",
-    [
-        {"id": "m", "max_model_len": "4096"},
-        {"id": "m", "max_model_len": -1},
-        {"id": "m", "max_model_len": 10**4000},
-        {"id": "m", "max_model_len": 1.5},
-        {"id": "m" * 10_000},
-        {"id": ["m"]},
-    ],
-    ids=["text", "negative", "huge", "fraction", "long-name", "not-a-name"],
-)
-async def test_a_card_with_impossible_fields_is_its_members_problem(card: dict[str, Any]) -> None:
+async def test_a_card_with_impossible_fields_is_its_members_problem() -> None:
     async with gateway() as one:
         await one.hostile.engine.script(METRICS, "broken", 500)  # the card is requested again
         await until(lambda: not one.state("bad")["alive"])
-        await one.hostile.engine.script(MODELS, _text({"data": [card]}))
+        await one.hostile.engine.script(
+            MODELS, f'{{"data":[{{"id":"m","max_model_len":1{ZEROS}}}]}}'
+        )
         await one.hostile.engine.script(METRICS, LOAD)
         await one.hostile.engine.requested(MODELS, len(one.hostile.engine.bodies[MODELS]) + 2)
         await one.check_alive()
         assert not one.state("bad")["alive"]
 
 
-def _text(value: Any) -> str:
-    """JSON of numbers that msgspec does not encode."""
-    if isinstance(value, dict):
-        return "{" + ",".join(f'"{key}":{_text(item)}' for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(map(_text, value)) + "]"
-    if isinstance(value, int) and value >= 2**64:
-        return "1" + "0" * 4000
-    return msgspec.json.encode(value).decode()
+ZEROS = "0" * 4000
 
 
-def link(**fields: Any) -> dict[str, Any]:
-    whole = LinkStats("a:7400", 1.0, 1, 1e6, 0, 0)
-    return {**msgspec.to_builtins(whole), **fields}
-
-
-POOL = msgspec.to_builtins(report("bad").pool)
-SECOND = msgspec.to_builtins(report("bad", native="vllm-a").more_pools[0])
-REPORTS: dict[str, dict[str, Any]] = {
-    "a name with spaces": {"node": "b a d"},
-    "no name": {"node": ""},
-    "a long name": {"node": "x" * 10_000},
-    "a name of two lines": {"node": "x\ny"},
-    "a rate of 1e300": {"links": [link(goodput_bps=1e300)]},
-    "a rate below zero": {"links": [link(delivery_bps=-1.0)]},
-    "a backlog below zero": {"links": [link(backlog_bytes=-5)]},
-    "a backlog of many digits": {"links": [link(backlog_bytes=10**4000)]},
-    "many links": {"links": [link(peer=f"h:{n}") for n in range(5000)]},
-    "late for a year": {"late_s": 3e7},
-    "an epoch below zero": {"role": {"role": "both", "epoch": -1}},
-    "an epoch of many digits": {"role": {"role": "both", "epoch": 10**4000}},
-    "an engine's URL with a path": {
-        "engines": [{"engine_id": "e", "url": "http://h:1/x?y=#", "processes": 1}]
-    },
-    "an engine's URL that is not one": {
-        "engines": [{"engine_id": "e", "url": "file:///etc/passwd", "processes": 1}]
-    },
-    "blocks of no tokens": {"pool": {**POOL, "block_tokens": 0}},
-    "no groups": {"pool": {**POOL, "groups": []}},
-    "groups of one name": {"pool": {**POOL, "groups": [POOL["groups"][0]] * 2}},
-    "a group without layers": {"pool": {**POOL, "groups": [["full", "full", [], 64, 0]]}},
-    "a window of no tokens": {"pool": {**POOL, "groups": [["window", "w", [0], 64, 0]]}},
-    "pages below zero": {"pool": {**POOL, "page_bytes": -4096}},
-    "pages beyond 64 bits": {
-        "pool": {
-            **POOL,
-            "page_bytes": 2**50,
-            "occupancy": {**POOL["occupancy"], "used_pages": 2**50},
-        }
-    },
-    "a second pool of another member": {"more_pools": [{**SECOND, "name": "a/native"}]},
-    "many event names": {"next_seq": {f"n{n}": 0 for n in range(50_000)}},
-}
-
-
-@pytest.mark.parametrize("problem", REPORTS)
 async def test_a_malformed_report_is_its_members_problem(
-    problem: str, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """What the decoder refuses, and what the checks refuse."""
+    whole = msgspec.to_builtins(report("bad"))
+    as_text = msgspec.json.encode(whole).decode()
+    bodies = {
+        "role": as_text[:-1] + ',"role":{"role":"both","epoch":1' + ZEROS + "}}",
+        "next_seq": {**whole, "next_seq": {f"n{number}": 0 for number in range(50_000)}},
+    }
     async with gateway() as one:
-        whole = msgspec.to_builtins(report("bad"))
-        await one.hostile.kvd.script(STATS, _text({**whole, **REPORTS[problem]}))
-        await until(lambda: not one.state("bad")["in_use"])
-        await one.check_alive()
-        (line,) = [r for r in caplog.records if one.hostile.kvd.url in r.getMessage()]
-        (field,) = REPORTS[problem]
-        assert field in line.getMessage() and len(line.getMessage()) < 1000
-        await one.hostile.kvd.script(STATS, whole)
-        await until(lambda: bool(one.state("bad")["in_use"]))
+        for field, body in bodies.items():
+            await one.hostile.kvd.script(STATS, body)
+            await until(lambda: not one.state("bad")["in_use"])
+            await one.check_alive()
+            lines = [record.getMessage() for record in caplog.records]
+            (line,) = [line for line in lines if one.hostile.kvd.url in line and field in line]
+            assert len(line) < 1000
+            await one.hostile.kvd.script(STATS, whole)
+            await until(lambda: bool(one.state("bad")["in_use"]))
 
 
 async def test_names_of_engines_that_are_gone_are_not_followed() -> None:
@@ -334,41 +277,14 @@ async def test_a_pd_member_that_claims_one_format_after_another_harms_no_other()
         await one.check_alive()
 
 
-URLS = {
-    "a label of 70 characters": f"http://{'x' * 70}.example:7401",
-    "an empty label": "http://a..b:7401",
-    "a path": "http://h:7401/v1",
-    "a query": "http://h:7401?x=1",
-    "a fragment": "http://h:7401#x",
-    "user info": "http://user:key@h:7401",
-    "no port": "http://h",
-    "a port out of range": "http://h:70000",
-    "port 0": "http://h:0",
-    "another scheme": "ftp://h:7401",
-    "no host": "http://:7401",
-    "a long host": f"http://{'x.' * 200}y:7401",
-    "a space": "http://h h:7401",
-    "a line end": "http://h:7401\r\nX: y",
-    "an open bracket": "http://[::1:7401",
-    "not a URL": "h:7401",
-    "nothing": "",
-}
-
-
-@pytest.mark.parametrize("problem", URLS)
-async def test_a_kvd_url_that_is_not_one_is_refused(problem: str) -> None:
+async def test_a_kvd_url_that_is_not_one_is_refused() -> None:
     async with gateway() as one:
         with pytest.raises(RequestError) as refused:
-            await one.backend.register(Heartbeat(URLS[problem], FAR, report("n")))
+            await one.backend.register(Heartbeat("http://h:7401/v1", FAR, report("n")))
         assert refused.value.status == 400 and refused.value.param == "kvd_url"
         assert len(one.backend.fleet.members) == 3
-
-
-async def test_urls_of_every_kind_of_host_are_registered() -> None:
-    async with gateway() as one:
-        for host in ("127.0.0.1", "[::1]", "kvd-1.example", "bücher.example", "under_score"):
-            await one.backend.register(Heartbeat(f"http://{host}:7401/", FAR, report("n")))
-        assert len(one.backend.fleet.members) == 8
+        await one.backend.register(Heartbeat("http://bücher.example:7401/", FAR, report("n")))
+        assert len(one.backend.fleet.members) == 4
 
 
 @pytest.mark.grid
@@ -396,23 +312,28 @@ PARTS: list[tuple[str, type, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("loop", "part", "method"), PARTS)
 async def test_a_defect_in_one_loop_leaves_the_gateway_alive(
-    loop: str, part: type, method: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def broken(*_: Any) -> Any:
         raise KeyError("a defect")
 
     async with gateway() as one:
         counts = one.backend.fleet.failures.counts
-        monkeypatch.setattr(part, method, broken)
-        await until(lambda: counts[loop] >= 3)
-        await one.check_alive()
-        assert set(counts) == {loop}
+
+        def has_failed(loop: str, before: int) -> Callable[[], bool]:
+            return lambda: counts[loop] >= before + 3
+
+        for loop, part, method in PARTS:
+            before = dict(counts)
+            monkeypatch.setattr(part, method, broken)
+            await until(has_failed(loop, before.get(loop, 0)))
+            await one.check_alive()
+            monkeypatch.undo()
+            assert {name for name in counts if counts[name] != before.get(name, 0)} == {loop}
         metrics = {m.name: m.samples for m in one.backend.metrics()}
-        (sample,) = metrics["prfaas_gateway_loop_failures"]
-        assert sample.labels == {"loop": loop} and sample.value >= 3
-        monkeypatch.undo()
+        shown = {s.labels["loop"]: s.value for s in metrics["prfaas_gateway_loop_failures"]}
+        assert shown == counts and shown.keys() == {loop for loop, _, _ in PARTS}
         await one.check_alive()
 
 

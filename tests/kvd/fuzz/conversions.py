@@ -53,9 +53,9 @@ from prfaas.kvd.engine_socket.messages import (
 )
 from prfaas.kvspec import KVSpec, LinearState, Segment, segment_bytes
 from prfaas.kvspec.parts import Part
+from prfaas_lab.testing.hostile import INTEGERS, mutate
 from tests.cache.builders import BLOCK, SPECS, hashes_of, layout_of, make_pool
 from tests.integrations.canonical.caches import Pages
-from tests.kvd.fuzz.mutations import INTEGERS, mutate
 from tests.kvd.fuzz.oracle import FuzzFailure
 from tests.kvd.fuzz.sessions import with_heads
 

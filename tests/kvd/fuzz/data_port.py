@@ -39,6 +39,7 @@ from prfaas.transport.wire import (
     parse_table,
 )
 from prfaas.types import Grant, NotNow
+from prfaas_lab.testing.hostile import mutate_bytes
 from tests.kvd.fuzz.oracle import FuzzFailure
 from tests.kvd.fuzz.sockets import (
     CONFIGURED,
@@ -59,7 +60,7 @@ from tests.kvd.hosts import (
     names,
     prompt_of,
 )
-from tests.transport.fuzz import mutate, seeds
+from tests.transport.fuzz import seeds
 from tests.transport.proxy import Proxy
 from tests.waiting import PATIENCE_S
 
@@ -227,7 +228,7 @@ class Sent(NamedTuple):
 
 
 def mutated(frame: Sent, rng: random.Random) -> Sent:
-    data = mutate(frame.data, rng)
+    data = mutate_bytes(frame.data, rng, HEADER_BYTES)
     try:
         safe = bool(parse_header(data).flags & CHECKED)
     except (WireError, struct.error):

@@ -26,11 +26,11 @@ from prfaas.kvd.engine_socket.leases import MappedArena
 from prfaas.kvd.engine_socket.messages import Attach, Begin, Commit, LeaseTicket, Ready, table_of
 from prfaas.kvspec import Segment
 from prfaas.types import Grant
+from prfaas_lab.testing.hostile import as_json, mutate
 from tests.cache.builders import BLOCK, SPECS
-from tests.kvd.fuzz.mutations import mutate
 from tests.kvd.fuzz.oracle import Complaints, FuzzFailure, Resources, listening, resident_bytes
 from tests.kvd.fuzz.sessions import Model, Sessions, about, http_bytes, with_heads
-from tests.kvd.fuzz.traffic import Message, Traffic, as_json, shown
+from tests.kvd.fuzz.traffic import Message, Traffic, shown
 from tests.kvd.fuzz.world import EngineClient, FuzzLoop, HttpClientConnection, World, new_world
 from tests.waiting import PATIENCE_S
 

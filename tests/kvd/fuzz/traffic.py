@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import struct
 from collections.abc import Sequence
@@ -11,7 +10,15 @@ from typing import Any, NamedTuple
 import msgspec
 
 from prfaas.kvd.engine_socket.messages import LeaseTicket, Publish
-from tests.kvd.fuzz.mutations import INTEGERS, mutate, mutate_bytes, nested
+from prfaas_lab.testing.hostile import (
+    INTEGERS,
+    as_json,
+    as_msgpack,
+    mutate,
+    mutate_bytes,
+    mutate_json,
+    nested,
+)
 from tests.kvd.fuzz.sessions import Request, Sessions, http_bytes
 
 MUTATED = 0.7  # the share of messages that are mutated; the others carry the sessions on
@@ -98,7 +105,7 @@ class Traffic:
 
     def framed(self, call: msgspec.Struct, number: int) -> bytes:
         """As a client sends it."""
-        body = _msgpack([number, call])
+        body = as_msgpack([number, call])
         return _LENGTH.pack(len(body)) + body
 
     def _framed(self, call: Any) -> bytes:
@@ -107,7 +114,7 @@ class Traffic:
         number: Any = self._number if rng.random() < 0.95 else rng.choice((0, -1, 2**64 - 1, 7))
         if rng.random() < 0.01:
             number = mutate(number, rng)
-        body = _msgpack([number, call])
+        body = as_msgpack([number, call])
         return _LENGTH.pack(len(body)) + body
 
     def _mutate_call(self, call: Any) -> Any:
@@ -159,11 +166,11 @@ class Traffic:
         event: Any = self.sessions.engine_event()
         for _ in range(rng.choice((1, 1, 2))):
             event = _typed(event, rng) if rng.random() < 0.5 else mutate(event, rng)
-        payload = _msgpack([0.0, [event, self.sessions.engine_event()], 0])
+        payload = as_msgpack([0.0, [event, self.sessions.engine_event()], 0])
         if rng.random() < 0.1:
             payload = mutate_bytes(payload, rng)
         elif rng.random() < 0.02:
-            payload = _msgpack(nested(rng.choice((500, 5_000))))
+            payload = as_msgpack(nested(rng.choice((500, 5_000))))
         names = dict(message.group_names)
         if rng.random() < 0.3:
             names[rng.choice(INTEGERS)] = rng.choice(("full0", "", "x" * 300))
@@ -183,18 +190,7 @@ class Traffic:
             return Message(http_bytes(self._mutate_target(request), body), True)
         chance = rng.random()
         plain = msgspec.json.decode(body)
-        if chance < 0.4:
-            body = as_json(_typed(plain, rng))
-        elif chance < 0.8:
-            body = as_json(mutate(plain, rng))
-        elif chance < 0.9:
-            body = mutate_bytes(body, rng)
-        elif chance < 0.95:
-            raw = rng.choice((b"\xff", b'"\\ud800"', b"1e999", b"9" * 5_000, b"[" * 5_000, b"NaN"))
-            body = body.replace(rng.choice((b"1", b"0", b'""', b'"', b"tiny")), raw, 1)
-        else:
-            depth = rng.choice((100, 5_000))
-            body = body[:-1] + b',"unknown":' + b"[" * depth + b"]" * depth + b"}"
+        body = as_json(_typed(plain, rng)) if chance < 0.4 else mutate_json(plain, rng)
         return Message(http_bytes(request, body), True)
 
     def _mutate_target(self, request: Request) -> Request:
@@ -253,24 +249,6 @@ def _typed(value: Any, rng: random.Random) -> Any:
 def _plain(message: msgspec.Struct) -> dict[str, Any]:
     plain: dict[str, Any] = msgspec.to_builtins(message, builtin_types=(bytes,))
     return plain
-
-
-def _msgpack(value: Any) -> bytes:
-    try:
-        return msgspec.msgpack.encode(value)
-    except (OverflowError, RecursionError, TypeError):
-        return b"\x91" * 3_000 + b"\xc0"  # nested arrays
-
-
-def as_json(value: Any) -> bytes:
-    try:
-        return msgspec.json.encode(value)
-    except (OverflowError, RecursionError, TypeError, ValueError):
-        pass
-    try:
-        return json.dumps(value).encode()
-    except (RecursionError, TypeError, ValueError):
-        return b"[" * 3_000 + b"]" * 3_000
 
 
 def shown(data: bytes) -> str:

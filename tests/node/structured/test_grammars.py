@@ -18,7 +18,7 @@ from prfaas.errors import InputError, RequestError
 from prfaas.node.structured import grammars as structured
 from prfaas.node.structured.grammars import AT_ONCE, MAX_WAITING_EACH, Grammars
 from prfaas.types import NotNow
-from tests.engine.guided.test_compiler import ENDLESS
+from tests.engine.guided.test_compiler import ENDLESS, with_limits
 from tests.node.local_api import BYTES
 from tests.waiting import HANG_S
 
@@ -110,6 +110,7 @@ async def test_a_choice_beside_an_endless_grammar_is_compiled(
     # The machine may have little time for processes that give way to others.
     monkeypatch.setattr(compiler, "COMPILE_S", HANG_S)
     monkeypatch.setattr(structured, "WAIT_S", HANG_S)
+    with_limits(monkeypatch, COMPILE_CPU_S=1.0)
     async with grammars_of() as grammars:
         await grammars.start()
         endless = [

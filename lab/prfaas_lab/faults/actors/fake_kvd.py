@@ -31,7 +31,7 @@ from prfaas.kvspec import FullAttention, KVSpec, LinearState
 from prfaas.security.shared_key import SharedKey
 from prfaas.types import Compat, LinkStats, NodeId
 from prfaas_lab.faults.actors.connections import SOURCE, Network
-from prfaas_lab.faults.actors.mutations import mutate_json
+from prfaas_lab.testing.hostile import mutate_json
 
 Manner: TypeAlias = Literal[
     "malformed",

@@ -19,8 +19,8 @@ from prfaas_lab.faults.actors.connections import (
 )
 from prfaas_lab.faults.actors.fake_kvd import MANNERS, FakeKvd
 from prfaas_lab.faults.actors.lanes import Lane, run_lanes
-from prfaas_lab.faults.actors.mutations import mutate_json
 from prfaas_lab.faults.actors.situation import Situation
+from prfaas_lab.testing.hostile import mutate_json
 
 REGISTER = "/prfaas/v1/register"
 HEARTBEAT_S = 2.0

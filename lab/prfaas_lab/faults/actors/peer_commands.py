@@ -22,8 +22,8 @@ from prfaas_lab.faults.actors.connections import (
 )
 from prfaas_lab.faults.actors.grants import ANSWER_S, GRANT_BLOCKS, Grants, open_body
 from prfaas_lab.faults.actors.lanes import Lane
-from prfaas_lab.faults.actors.mutations import mutate_json
 from prfaas_lab.faults.actors.situation import KvdPlace
+from prfaas_lab.testing.hostile import mutate_json
 
 LONG_POLL_S = 90.0
 MOST_HASHES = 170_000  # more do not fit into a body that a kvd reads

@@ -23,8 +23,8 @@ from prfaas.transport.wire import (
 from prfaas_lab.faults.actors.connections import Network, Place, byte_by_byte, place_of, write
 from prfaas_lab.faults.actors.grants import Grants
 from prfaas_lab.faults.actors.lanes import Lane
-from prfaas_lab.faults.actors.mutations import mutate_bytes
 from prfaas_lab.faults.actors.situation import KvdPlace
+from prfaas_lab.testing.hostile import mutate_bytes
 
 UNPROVEN_S = 30.0  # a connection without a grant must end within this; the listener's limit is 10 s
 MEASURED_S = 210.0  # and a path check within this; its limit is 180 s
@@ -88,7 +88,7 @@ class PeerFrames:
             return
         transfer = uuid.UUID(grant.transfer_id).bytes
         frames = _frames(transfer, auth_of(grant.token), draw)
-        sent = [mutate_bytes(f, draw) if draw.random() < 0.7 else f for f in frames]
+        sent = [mutate_bytes(f, draw, 64) if draw.random() < 0.7 else f for f in frames]
         draw.shuffle(sent)
         pieces = [_GREETING, *sent]
         await self._until_closed(kind, place_of(kvd.data), pieces)

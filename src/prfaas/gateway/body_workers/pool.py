@@ -28,7 +28,7 @@ from prfaas.gateway.body_workers.messages import (
 )
 from prfaas.gateway.body_workers.process import WorkerLost, WorkerProcess
 from prfaas.gateway.tenants import Tenants
-from prfaas.gateway.turns import WAIT_S, Turns
+from prfaas.gateway.turns import Turns
 
 _LOG = logging.getLogger(__name__)
 WORKERS = 2
@@ -52,13 +52,12 @@ class BodyWorkers:
         clock: Clock,
         *,
         workers: int = WORKERS,
-        wait_s: float = WAIT_S,
         count_loss: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self._settings = settings
         self._count_loss = count_loss
         self.processes = [WorkerProcess(settings) for _ in range(workers)]
-        self._turns = Turns(self.processes, tenants, clock, wait_s=wait_s)
+        self._turns = Turns(self.processes, tenants, clock)
 
     @property
     def waiting(self) -> int:

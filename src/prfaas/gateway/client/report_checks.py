@@ -188,8 +188,6 @@ def _check_groups(groups: tuple[GroupShape, ...], where: str) -> None:
     if not groups or len({group.name for group in groups}) < len(groups):
         raise InputError("has no groups, or two of the same name", where=where)
     for group in groups:
-        if not group.layers:
-            raise InputError(f"{group.name} has no layers", where=where)
         if group.kind == "window" and not group.window:
             raise InputError(f"{group.name} has a window of 0 tokens", where=where)
 
