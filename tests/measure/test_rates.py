@@ -11,7 +11,6 @@ import pytest
 from prfaas.clock import MonotonicClock
 from prfaas.config.address import Address
 from prfaas.errors import PeerError
-from prfaas.measure.host_rates import MEASUREMENTS, measure_host
 from prfaas.measure.path_probe import Allowance, Delivery, Frames
 from prfaas.measure.rates import Load, all_warmed_up, measure, summarise
 from prfaas.transport.listener import Listener, ListenerOptions
@@ -88,24 +87,6 @@ def test_several_connections_send_no_more_than_they_may(
         # The workers can still be used. These loads end before the warm-up, or have none.
         assert not measure(replace(load, warm_up_s=PATIENCE_S), senders, clock).rate.warmed_up
         assert measure(replace(load, warm_up_s=0.0), senders, clock).rate.warmed_up
-
-
-@pytest.mark.parametrize("cores", [1.0, 4.0])
-def test_this_host_alone_with_and_without_workers_that_send(cores: float) -> None:
-    done: list[None] = []
-    with nothing_leaks():
-        found = measure_host(
-            seconds=0.1,
-            cores=cores,
-            send_files=True,
-            clock=MonotonicClock(),
-            step=lambda: done.append(None),
-        )
-    assert found.problem is None and len(done) == MEASUREMENTS
-    for rate in (found.clear, found.tls):
-        assert rate is not None and rate.gbps > 0
-        assert rate.connections in ((1, 2) if cores == 1 else (2, 4))
-        assert rate.sender_gbps_per_core and rate.receiver_gbps_per_core
 
 
 def test_a_worker_that_dies_is_an_error() -> None:
