@@ -11,8 +11,8 @@ import pytest
 
 from prfaas.engine.api import EngineJob, Finished, JobFailed, Prefilled, Sampling
 from prfaas.engine.hf import HFEngine
-from prfaas.engine.runner import RunningJob
 from prfaas.errors import EngineError
+from prfaas_lab.testing.engine_runs import RunningJob
 from tests.engine.hf import models
 from tests.waiting import PATIENCE_S, wait_until
 
