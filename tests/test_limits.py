@@ -1,4 +1,4 @@
-"""The words stay plain, and the README short."""
+"""The words stay plain, and names of test files current."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from tests.conftest import LONGEST, TOGETHER
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "prfaas"
 MOST_PRONOUNS = 20
-README_CHARACTERS = 9_000
 FILES = sorted([*SOURCE.rglob("*.py"), *(ROOT / "lab").rglob("*.py")])
 PRONOUN = re.compile(r"\b(nobody|whoever|somebody|everybody)\b", re.IGNORECASE)
 
@@ -25,10 +24,6 @@ def test_processes_are_not_people() -> None:
         if PRONOUN.search(line)
     ]
     assert len(found) <= MOST_PRONOUNS, "\n".join(found)
-
-
-def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8")) <= README_CHARACTERS
 
 
 def test_groups_of_test_files_name_files_that_exist() -> None:

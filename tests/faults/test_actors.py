@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 import random
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
@@ -186,8 +187,9 @@ async def test_an_actor_sees_whether_a_server_answers_or_closes(
 async def test_a_deed_that_the_end_interrupts_counts() -> None:
     """A server may hold an idle connection for longer than the actors run."""
     census = Census()
-    async with server(None) as place:
-        deed = asyncio.create_task(Network(CpuBudget(), census).deed("kind", place, [b""], 30.0))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        network, place = Network(CpuBudget(), census), Place(*silent.getsockname())
+        deed = asyncio.create_task(network.deed("kind", place, [b""], 30.0))
         await asyncio.sleep(0)
         deed.cancel()
         await asyncio.wait({deed})

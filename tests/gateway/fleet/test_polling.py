@@ -14,6 +14,7 @@ import pytest
 from prfaas.cache.hashing import PromptHashes
 from prfaas.clock import MonotonicClock
 from prfaas.config.gateway import DEFAULTS
+from prfaas.contracts.openai_fields import known_fields
 from prfaas.gateway.client.node_client import Load
 from prfaas.gateway.fleet.fleet import Fleet
 from prfaas.gateway.fleet.liveness import FellSilent
@@ -25,7 +26,7 @@ from prfaas_lab.testing.clock import FakeClock
 from tests.gateway.backends import FAR, prompt, until
 from tests.gateway.fleets import fleet_and_router, with_timeouts
 from tests.gateway.peers import Peer, peer
-from tests.gateway.reports import NATIVE_BLOCK, report
+from tests.gateway.reports import ENDPOINTS, NATIVE_BLOCK, report
 from tests.waiting import PATIENCE_S
 
 TIMEOUTS = DEFAULTS.timeouts
@@ -33,7 +34,7 @@ TIMEOUTS = DEFAULTS.timeouts
 N = NodeId("n")
 STATS, EVENTS, ROLE = "GET /v1/stats", "GET /v1/events", "GET /v1/role"
 MODELS, METRICS, HEALTH = "GET /v1/models", "GET /metrics", "GET /health"
-SERVES = {"completions": ["prompt"], "chat": ["messages"]}
+SERVES = {endpoint: sorted(known_fields(endpoint)) for endpoint in ENDPOINTS}
 CARD = {"data": [{"id": "m", "max_model_len": 4096, "prfaas": {"serves": SERVES}}]}
 LOAD = "vllm:num_requests_running 2\nvllm:num_requests_waiting 1\n"
 PROMPT = PromptHashes(prompt(640))
