@@ -238,7 +238,7 @@ async def observed_deployment(folder: Path) -> AsyncIterator[ObservedDeployment]
         "scrape_configs": [
             {
                 "job_name": "prfaas",
-                "authorization": {"credentials_file": str(folder / "keys" / "operator.key")},
+                "authorization": {"credentials_file": str(folder / "keys" / "metrics.key")},
                 "file_sd_configs": [{"files": [str(targets)], "refresh_interval": "1s"}],
             }
         ],

@@ -36,6 +36,7 @@ class Credentials:
         made = cls(folder, tenants, secrets.token_hex(32), secrets.token_hex(32))
         _write(made._file("operator"), made.operator)
         _write(made._file("member"), made.member)
+        _write(made._file("metrics"), secrets.token_hex(32))
         _write(made._file("salt"), secrets.token_hex(32))
         for name, key in tenants.items():
             _write(made._file(f"tenant-{name}"), key)
@@ -47,7 +48,10 @@ class Credentials:
     @property
     def member_options(self) -> list[str]:
         """Options of `prfaas kvd` and `prfaas node`."""
-        return ["--member-key-file", str(self._file("member"))]
+        return [
+            *("--member-key-file", str(self._file("member"))),
+            *("--metrics-key-file", str(self._file("metrics"))),
+        ]
 
     def with_keys(self, deployment: Deployment) -> Deployment:
         """The deployment whose gateways require these keys."""
@@ -58,6 +62,7 @@ class Credentials:
             ],
             operator_key_file=str(self._file("operator")),
             member_key_file=str(self._file("member")),
+            metrics_key_file=str(self._file("metrics")),
             salt_file=str(self._file("salt")),
         )
         return msgspec.structs.replace(deployment, gateway=section)
