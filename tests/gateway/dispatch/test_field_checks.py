@@ -14,7 +14,7 @@ import pytest
 from prfaas.clock import MonotonicClock
 from prfaas.config.gateway import DEFAULTS, GatewaySection
 from prfaas.contracts.openai_fields import Endpoint
-from prfaas.errors import RequestError
+from prfaas.errors import PeerHttpError, RequestError
 from prfaas.gateway.client.node_client import Card, NodeClient
 from prfaas.gateway.dispatch.field_checks import FieldChecks, check_names
 from prfaas.gateway.dispatch.handoff import AttemptFailed
@@ -101,6 +101,23 @@ async def test_what_came_before_it_during_the_check_begins_before_it(
         assert any("others came before it" in why for why in found.trace.failures)
         again = await answered(backend, asking(906, min_p=0.25))
         assert not again.trace.failures and again.tokens == found.tokens
+
+
+async def test_an_engine_that_cannot_check_fields_is_not_asked_again_and_again(
+    emulated: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long the queue: nothing would be known afterwards."""
+    asked: list[object] = []
+
+    async def fail(*args: object) -> None:
+        asked.append(args)
+        raise PeerHttpError(500, "internal", "it has failed")
+
+    monkeypatch.setattr(NodeClient, "check", fail)
+    monkeypatch.setattr(Router, "begins_soon", lambda *_: False)
+    async with serving(emulated.deployment()) as backend:
+        found = await answered(backend, asking(907, min_p=0.125))
+    assert len(asked) == 1 and found.trace.attempts == 1 and not found.trace.failures
 
 
 async def test_a_request_begins_soon_unless_the_queue_became_long_meanwhile() -> None:

@@ -276,10 +276,10 @@ class Dispatcher:
         node, meanwhile = booking.route.decode, partial(booking.unready, self._clock)
         try:
             async with self._fleet.liveness.unless_silent(node):
-                await self._field_checks.check(decode, request, meanwhile)
+                has_waited = await self._field_checks.check(decode, request, meanwhile)
         except FellSilent as error:
             raise AttemptFailed(str(error), node, engine=node, kind=SILENT) from None
-        if booking.was_unready and not self._router.begins_soon(booking):
+        if has_waited and not self._router.begins_soon(booking):
             why = "while the engine checked the request's fields, others came before it"
             raise AttemptFailed(why, again=True)
 

@@ -103,18 +103,19 @@ class FieldChecks:
         decode: Member,
         request: GatewayRequest,
         meanwhile: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        """Raises `RequestError` when the engine refuses the request, and `AttemptFailed` when it
-        does not answer. `meanwhile` is entered while the engine is asked, which may take long."""
+    ) -> bool:
+        """Whether the engine was asked, which may take long, and has accepted: it is not asked
+        again. `meanwhile` is entered while it is asked. Raises `RequestError` when the engine
+        refuses the request, and `AttemptFailed` when it does not answer."""
         url, card = decode.engine_url, decode.card
         if url is None or card is None:
-            return  # the attempt fails by itself
+            return False  # the attempt fails by itself
         fields = {n: value for n, value in request.fields.items() if not _is_checked(n, value)}
         if not fields.keys() - _CONVERSATION:
-            return
+            return False
         asked = _digest(url, request.path, fields)
         if self._accepted.get(asked) is card:
-            return
+            return False
         try:
             with meanwhile():
                 await self._ask(NodeClient(self._http, url, self._fleet.timeouts), card, request)
@@ -139,8 +140,9 @@ class FieldChecks:
             # The decode call itself will show whether the engine can serve the request.
             problem = one_line(str(error))
             log.warning("%s: the fields of a request were not checked: %s", url, problem)
-            return
+            return False
         self._remember(asked, card)
+        return True
 
     async def _ask(self, node: NodeClient, card: Card, request: GatewayRequest) -> None:
         without_path = _digest(node.url, "", {})

@@ -39,7 +39,6 @@ class Booking:
         with this one, or begins it later. `streams`: whether the answer does. `sequences`: so many
         choices it has."""
         self.route = route
-        self.was_unready = False
         self._board = board
         self._on_room = on_room
         self._stage: Stage = "made"
@@ -57,7 +56,6 @@ class Booking:
     def unready(self, clock: Clock) -> Iterator[None]:
         """Meanwhile the prefill waits for something else than its node, however long, and no other
         request waits for it. An exception ends the attempt."""
-        self.was_unready = True
         self._board.record_unready(self._dispatch, clock.now())
         self._on_room()
         yield
