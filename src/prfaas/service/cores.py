@@ -1,13 +1,15 @@
 """How many cores this process may use (its CPU affinity and the CPU limit of its cgroups), and the
-CPU time of others."""
+CPU time and the priority of others."""
 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
+_MOST_NICE = 19
 
 
 def usable_cores() -> float:
@@ -23,6 +25,16 @@ def usable_cores() -> float:
 def cpu_clock(pid: int) -> int:
     """For `time.clock_gettime`, the CPU time of another process: clock_getcpuclockid(3)."""
     return ~pid << 3 | 2
+
+
+def leave_to_others(pid: int, niceness: int) -> None:
+    """Gives a process, which is alone in its session (0: this one), this niceness. Between
+    sessions, some kernels go by the session's niceness only (autogroups, sched(7)), and services
+    have one each. ProcessLookupError when the process has ended."""
+    lower = min(niceness, _MOST_NICE)
+    os.setpriority(os.PRIO_PROCESS, pid, lower)
+    with suppress(OSError), open(f"/proc/{pid or 'self'}/autogroup", "w") as group:
+        group.write(str(lower))  # without privileges the kernel takes ten changes in a second
 
 
 def cgroup_limit(root: Path, own: Path) -> float | None:

@@ -34,7 +34,7 @@ from prfaas.engine.guided.frames import Begin, Begun, Compile, Compiled, End, Ma
 from prfaas.engine.guided.host_process import HostCopy, HostProcess
 from prfaas.engine.guided.limits import MEMORY_BYTES, STEP_CPU_S, compile_cpu_s
 from prfaas.errors import EngineError, InputError
-from prfaas.service.cores import cpu_clock
+from prfaas.service.cores import cpu_clock, leave_to_others
 from prfaas.types import NotNow
 
 MAX_CACHED = 32  # compiled grammars, whether a request uses them or not
@@ -125,7 +125,8 @@ class GrammarConnection:
         while not poll.poll(_LOOK_MS):
             try:
                 if limits.is_expensive(time.clock_gettime(cpu_clock(pid))):
-                    limits.leave_to_others(pid, os.getpriority(os.PRIO_PROCESS, pid))
+                    niceness = os.getpriority(os.PRIO_PROCESS, pid) + limits.NICENESS
+                    leave_to_others(pid, niceness)
                     return
             except OSError:
                 return  # it has ended, which the socket tells

@@ -40,6 +40,7 @@ from prfaas.engine.guided.frames import (
     Setup,
     Step,
 )
+from prfaas.service.cores import leave_to_others
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -99,7 +100,7 @@ def _host(control: socket.socket) -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == here:
             control.close()
-            os.setsid()  # for `limits.leave_to_others`
+            os.setsid()  # for `leave_to_others`
             _serve(socket.socket(fileno=descriptors[0]), tokenizer, frozenset(ends))
         os._exit(0)
 
@@ -156,7 +157,7 @@ class GrammarProcess:
             if spent_s > limits.SPARE_CPU_S + limits.MEAN_STEP_CPU_S * self._steps:
                 return
             if limits.is_expensive(spent_s, self._steps):
-                limits.leave_to_others(0, niceness)
+                leave_to_others(0, niceness + limits.NICENESS)
 
     def _problem_of_first_steps(self, start: LLMatcher) -> str:
         """Computes the masks of the first step, which matchers then have, and of a second one:

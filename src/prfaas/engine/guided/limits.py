@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
-
 # Of a processor, to compile a grammar and take its first steps.
 COMPILE_CPU_S = 2.0
 CHARACTERS_PER_CPU_S = 32 << 10  # a schema of 110 KB takes one second
@@ -18,7 +15,6 @@ MEAN_STEP_CPU_S = 0.005
 EXPENSIVE_CPU_S = 0.1
 CHEAP_STEP_CPU_S = 0.001
 NICENESS = 10  # more than before: it weighs a tenth
-_LOWEST = 19
 # More than the process had before. A schema of 110 KB takes 20 MB.
 MEMORY_BYTES = 512 << 20
 
@@ -31,13 +27,3 @@ def compile_cpu_s(characters: int) -> float:
 def is_expensive(cpu_s: float, steps: int = 0) -> bool:
     """A grammar that has taken so much of a processor to compile, or for its later steps."""
     return cpu_s > EXPENSIVE_CPU_S + CHEAP_STEP_CPU_S * steps
-
-
-def leave_to_others(process: int, niceness: int) -> None:
-    """`niceness`: that the process had at first. ProcessLookupError when it has ended. The process
-    is alone in its session: between sessions, some kernels go by the session's niceness only
-    (autogroups, sched(7)), and the node's own services have one each."""
-    lower = min(niceness + NICENESS, _LOWEST)
-    os.setpriority(os.PRIO_PROCESS, process, lower)
-    with suppress(OSError), open(f"/proc/{process or 'self'}/autogroup", "w") as group:
-        group.write(str(lower))  # without privileges the kernel takes ten changes in a second
